@@ -196,7 +196,7 @@ def _leaves_empty(bins: SharedBins, a: _Side, b: _Side, units: IntArray) -> Bool
         bins: All bins.
         a: First bin of every pair.
         b: Second bin of every pair.
-        units: Units that both bins of each pair offer, shape [num_pairs, 2 * TAKEN].
+        units: Units that the two bins of a pair offer, TAKEN each, shape [num_pairs, 2 * TAKEN].
 
     Returns:
         A mask of shape [num_pairs, 256]. The eight units that a pair offers can be divided between
@@ -217,7 +217,7 @@ def _breaks_counts(
         bins: All bins.
         a: First bin of every pair.
         b: Second bin of every pair.
-        units: Units that both bins of each pair offer, shape [num_pairs, 2 * TAKEN].
+        units: Units that the two bins of a pair offer, TAKEN each, shape [num_pairs, 2 * TAKEN].
         spare: How many samples each bin may gain (first row) and lose (second row), shape
             [2, num_bins].
 
@@ -239,7 +239,7 @@ def _rewrite(bins: SharedBins, side: _Side, at: IntArray, units: IntArray, mine:
         bins: The bins, changed in place.
         side: One bin of every pair (the first bin of all pairs, or the second), with its old units.
         at: Indices of the pairs that changed.
-        units: Units that both bins of these pairs offered, shape [num_changed, 2 * TAKEN].
+        units: Units that the two bins of these pairs offered, shape [num_changed, 2 * TAKEN].
         mine: Which of these units the bin gets, shape [num_changed, 2 * TAKEN].
     """
     none = bins.work.size - 1

@@ -46,10 +46,11 @@ def fewest_bins(tokens: FloatArray, *, num_ranks: int, cap: int) -> int:
 def levels(floor: FloatArray, mean: FloatArray) -> FloatArray:
     """Return for each slot how much work each of its bins should have, shape [num_slots].
 
-    A slot is the set of bins (micro-batches) that run at the same time. A slot with a heavy unit
-    takes at least as long as this unit, so its other bins should get as much work, and the bins of
-    other slots less. The result is max(floor, mean - x), with x such that the total work stays the
-    same.
+    A slot is the set of bins (micro-batches) that run at the same time. A unit is a sample, or
+    samples that share a micro-batch. A slot takes at least as long as its heaviest unit. If that is
+    more than the mean, all bins of the slot should get as much work as this unit has, and the bins
+    of other slots less. The result is max(floor, mean - x), with x such that the total work stays
+    the same.
 
     Args:
         floor: Least work that the bins of each slot should have: the work of its heaviest unit.

@@ -107,7 +107,7 @@ class StepRequest:
     num_ranks: int  # number of data-parallel ranks
     max_tokens: int  # most tokens of a micro-batch
     too_long: str  # what happens to longer samples: "refuse" or "alone"
-    labels: SampleLabels  # mini-batch, group, atom and rank of each sample
+    labels: SampleLabels  # mini-batch, group, atom (samples of one micro-batch) and rank of samples
     rank_rules: RankRules  # which samples are on the same rank
     slots: SlotRules  # number of micro-batches of a rank, and when ranks wait
 

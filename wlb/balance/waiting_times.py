@@ -95,7 +95,7 @@ class Slots:
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """Pair the bins that are furthest above their target work with others, on any rank."""
+        """Return pairs of bins as in `WaitingRule.pairs`. Both bins may be on any ranks."""
         num = excess.size
         order = np.argsort(excess, kind="stable")
         return _partners(order[None], min(num // 2, max(num // self.num_ranks, num // 8)), turn)

@@ -102,9 +102,9 @@ class RoutedWork:
     def _backward(self, stages: int, part: float) -> float:
         """Simulate the backward pass, and return how long computation waits for transfers.
 
-        Gradients travel first if nothing or the whole layer is recomputed. If only the experts are
-        recomputed, their rows are sent once more, and gradients travel after these rows. The
-        returned time is in ns for each token of the micro-batch, as all times here.
+        If only the experts are recomputed, their rows are sent once more, and gradients travel
+        after these rows. Otherwise (nothing or the whole layer is recomputed) gradients travel
+        first. The returned time is in ns for each token of the micro-batch, as all times here.
 
         Args:
             stages: Number of stages in which rows travel to experts and back.

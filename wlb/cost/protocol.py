@@ -114,11 +114,10 @@ class ExchangePrices(Protocol):
         """Return the time of a micro-batch's all-to-alls of K and V, and of their gradients.
 
         Args:
-            moved: Number of rows that CP rank i receives from rank j (`rows_of_layer`), shape
-                [cp, cp].
+            moved: Number of rows that CP rank i receives from rank j in a layer, shape [cp, cp].
 
         Returns:
-            Forward and backward, in ns.
+            Forward and backward ns on the busiest CP rank, in all layers of a pipeline rank.
         """
         ...
 
@@ -170,7 +169,7 @@ class HiddenExchange(Protocol):
         ...
 
     def products_ns(self, num_tokens: int) -> Transfers:
-        """Return the time of the matrix products that run while each transfer of keys travels.
+        """Return the ns of the matrix products that run during each transfer of an exchange.
 
         Args:
             num_tokens: Tokens of the micro-batch.

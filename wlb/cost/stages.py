@@ -40,10 +40,10 @@ class StageLayers:
 
     counts: tuple[int, ...]  # number of layers of each kind in `ModelSpec.layer_kinds`
     with_experts: int = 0  # number of layers with experts
-    # How many layers at the model's average price have to be replaced by layers without full
-    # attention (those with a window or with linear attention) to get the price of this stage.
-    # Negative if the stage has more full attention than the model has on average; 0 if all stages
-    # have the same fraction of full attention.
+    # To price the attention of a stage, first every layer gets the price of the model's average
+    # layer. Then this many average layers are replaced by layers without full attention (with a
+    # sliding window or linear attention). Negative if the stage has more full attention than the
+    # average; 0 if all stages have the same share of full attention.
     more_others: float = 0.0
 
     @classmethod

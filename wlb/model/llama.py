@@ -32,9 +32,9 @@ class Attend(Protocol):
     """Attention over a micro-batch's rows, in three calls so that communication can overlap.
 
     A layer calls `begin` with k and v, computes q while the exchange of keys runs, and passes the
-    result of `begin` to `attend`. The layer passes the second result of `attend` to `add`, its last
-    operation. The layer's backward begins with that operation, so the exchange of k and v for
-    backward can start early.
+    result of `begin` to `attend`. The last operation of the layer is `add`, which gets the second
+    result of `attend`. So the layer's backward begins with the backward of `add`, which starts the
+    exchange of k and v for backward.
     """
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Any:

@@ -543,9 +543,10 @@ class Candidates:
 def _candidates(waiting: WaitingDocuments) -> Candidates:
     """List the candidates: the sets of outliers that the next step could train.
 
-    Outliers are sorted by size class. A candidate trains up to two intervals of them, each of
-    which begins where a size class begins. Its step has at most T tokens, and at least LEAST global
-    batches of tokens if any candidate reaches that.
+    Outliers are sorted by size class (outliers of nearly equal work). A candidate trains one or two
+    ranges of this order, or none; each range begins where a size class begins. The step of a
+    candidate has at most T tokens. It also has at least LEAST global batches of tokens, unless no
+    candidate reaches that.
     """
     limits, num_outliers = waiting.limits, waiting.num_outliers
     num = limits.num_micro_batches
@@ -750,8 +751,8 @@ def _holding(
         waiting: The waiting documents.
         candidates: The sets of outliers that this step may train (release).
         tokens: Tokens that each candidate holds back, shape [num_candidates].
-        delayed: Sum over these tokens of the steps by which each is delayed if it is trained in the
-            next step, shape [num_candidates].
+        delayed: Sum of the delays of these tokens, in steps, if all of them are trained in the next
+            step; shape [num_candidates].
 
     Returns:
         Costs, shape [num_candidates].

@@ -66,8 +66,9 @@ class Window:
 class FixedPacker(PolicyPacker):
     """Packs W global batches at a time into micro-batches of exactly C tokens.
 
-    Its carry has the documents that are not packed yet. Slot 1 has the pieces that an earlier call
-    of `take_tokens` held back, and slot 0 has all others.
+    Its carry has the documents that are not packed yet. Slot 1 has the pieces that were held back
+    from the last W global batches to make their tokens exactly W * N * C (`take_tokens`). Slot 0
+    has all others.
     """
 
     policy: ClassVar[str] = "fixed"

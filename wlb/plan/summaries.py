@@ -161,10 +161,10 @@ def rank_summaries(plan: ShardingPlan, rank: int, *, latest: int) -> RankSummari
 
 
 class _Readers(NamedTuple):
-    """The spans of all CP ranks, for finding the rows that one rank sends and receives (`rows`)."""
+    """All spans of a micro-batch; `rows` finds which rows one rank sends and receives for them."""
 
     cp: int  # number of CP ranks
-    rank: int  # the CP rank whose part is made
+    rank: int  # the CP rank whose sent and received rows `rows` finds
     of_rank: IntArray  # rank of each span, shape [num_spans]
     number: IntArray  # number of each span among the spans of its rank, shape [num_spans]
 

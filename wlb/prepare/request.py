@@ -122,7 +122,7 @@ class StoreReport:
     num_bytes: int
     num_text_files: int = 0  # files that were read as text and not as records
     # What this call of `prepare_store` did.
-    num_shards: int = 0
+    num_shards: int = 0  # parts into which the input was divided to encode it in parallel
     num_kept: int = 0  # shards that an interrupted call had already encoded
     reused: bool = True  # whether the stores existed already
     time_s: float = 0.0  # time of this call in seconds

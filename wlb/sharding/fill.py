@@ -141,8 +141,8 @@ class FillOptions:
     consecutive tokens. In a longer document such parts would differ more in work. It is cut
     symmetrically, which makes two cuts instead of one."""
     negligible: float = 0.005
-    """A rank may get less work from dense documents than it should, by up to this share, if that
-    avoids a cut."""
+    """To avoid a cut, a rank may get up to this share less work from dense documents (those with
+    more work per token) than it is to get."""
 
 
 def fill(

@@ -59,7 +59,10 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
 
 
 def _expanded(values: dict[str, Any]) -> dict[str, Any]:
-    """Return nested `values`, and add the keys that packing.method sets and `values` does not."""
+    """Return a configuration with the keys that packing.method sets, where `values` sets none.
+
+    `values` has the keys of each section under the section's name.
+    """
     given = values.get("packing")
     if not isinstance(given, dict):
         return values

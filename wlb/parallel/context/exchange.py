@@ -42,10 +42,13 @@ class DeviceStage(NamedTuple):
     cp: int  # number of CP ranks
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    index_K: Tensor  # `RankStage.kv_index`: for each key the row from which the key is copied
-    inverse_UR: Tensor  # `RankStage.inverse`: for each row the keys that are copied from the row
+    # `RankStage.kv_index`: for each of K keys, the index of the row from which the key is copied.
+    index_K: Tensor
+    # `RankStage.inverse`: for each of R rows, the indices of the keys that are copied from the row,
+    # up to U of them, filled up with the index K.
+    inverse_UR: Tensor
     query_rows: Tensor | None  # local rows of the attention call's queries; None means all rows
-    sent_N: Tensor | None  # local rows that are sent; None unless the transfer is NEEDED
+    sent_N: Tensor | None  # indices of the local rows to send; None unless the transfer is NEEDED
 
     @property
     def num_rows(self) -> int:

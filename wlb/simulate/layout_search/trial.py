@@ -48,7 +48,7 @@ class BatchSample:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all batches."""
+        """Tokens of all batches of the sample."""
         return sum(batch.documents.num_tokens for batch in self.batches)
 
     def pieces(self, window: int) -> IntArray:
