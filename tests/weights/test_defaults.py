@@ -49,6 +49,11 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family: str, tmp_path: 
     assert found.bos_id == theirs.bos_token_id
     assert found.eos_ids == ()
     assert (*found.default_eos_ids, None)[0] == theirs.eos_token_id
+    window = getattr(theirs, "sliding_window", None) or 0
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention" if window else "full"] * 4
+    slides = [kind == "sliding_attention" for kind in types]
+    assert [spec.slides(layer) for layer in range(4)] == slides
+    assert spec.sliding_window == (window if any(slides) else 0)
     if spec.experts.num:
         assert spec.experts.per_token == theirs.num_experts_per_tok
         assert spec.experts.num == theirs.num_experts

@@ -224,7 +224,7 @@ class Trainer:
             run.resume_from(loaded)
             run.feed, run.inputs = self._open_feed(loaded.state)
             for hook in self.hooks:
-                hook.rolled_back(run, newest)
+                hook.rolled_back(run, loaded.saved_in)
         return action
 
     def _agree_on_first_plans(self) -> None:

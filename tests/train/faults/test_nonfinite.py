@@ -15,8 +15,10 @@ from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite, RunSpec
 from wlb.train import start
 from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.checkpoint.saves import SaveCheckpoints
 from wlb.train.faults import nonfinite
 from wlb.train.faults.nonfinite import NonfiniteSteps
+from wlb.train.hooks import RunContext
 from wlb.train.job import Job
 from wlb.train.loop import Trainer
 from wlb.train.reduce import StepSums
@@ -139,6 +141,32 @@ def test_rollback_of_a_passing_fault_changes_nothing(
     assert run.losses[:3] == straight.losses[:3]
     assert run.losses[3:] == straight.losses[2:]
     assert run.evaluations[-1] == straight.evaluations[-1]
+
+
+@pytest.mark.full
+@pytest.mark.process
+def test_rollback_goes_further_back_if_the_newest_checkpoint_is_damaged(
+    corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(tmp_path, corpus, "rollback")
+    train(replace(spec, training=replace(spec.training, steps=2)))
+    newest = SaveCheckpoints.newest
+
+    def damaging(hook: SaveCheckpoints, run: RunContext) -> Path | None:
+        found = newest(hook, run)
+        assert found is not None
+        assert found.name == "step-00000004"
+        shard = next(found.glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-10])
+        return found
+
+    monkeypatch.setattr(SaveCheckpoints, "newest", damaging)
+    computed = fail_at({5}, 1)
+    run, _ = train(spec, resume="auto")
+    assert computed == [2, 3, 4, 5, 2, 3, 4, 5]
+    starts = [line["resumed_from"] for line in run.lines if line["kind"] == "start"]
+    assert [Path(start).name for start in starts[1:]] == ["step-00000002", "step-00000002"]
+    assert run.losses[-4:-1] == run.losses[2:5]
 
 
 @pytest.mark.full

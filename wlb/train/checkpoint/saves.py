@@ -90,7 +90,8 @@ class SaveCheckpoints(Hook):
         counts of saves and of steps that were not finite, and the lines that hooks have added.
         """
         run.saved = run.progress
-        run.tally = run.tally.rolled_back(self._tallies[run.steps_done])
+        # The totals are zero if an earlier process saved this checkpoint.
+        run.tally = run.tally.rolled_back(self._tallies.get(run.steps_done, Tally()))
 
     def _save(self, run: RunContext, *, is_last: bool = False) -> None:
         """Save the current state, unless it is saved already.
@@ -167,10 +168,13 @@ class SaveCheckpoints(Hook):
         """
         for saved in ended:
             run.tally.saves.add(saved.step, saved.stall_s, saved.error)
-            # A rollback returns to the newest complete checkpoint, so the totals that were noted at
-            # older checkpoints are not needed any more.
-            if not saved.error:
-                for step in [s for s in self._tallies if s < saved.step]:
+            # A rollback returns to a checkpoint that is kept: the newest one, or an older one if
+            # the newest is damaged.
+            if saved.error:
+                self._tallies.pop(saved.step, None)
+            else:
+                complete = sorted(s for s in self._tallies if s <= saved.step)
+                for step in complete[: -run.spec.checkpoint.keep]:
                     del self._tallies[step]
             if saved is not self._reported:
                 self._reported = saved
