@@ -64,7 +64,7 @@ class Scales:
 
     @property
     def common(self) -> float:
-        """How much slower the whole machine is: median over TERMS of measured / predicted time."""
+        """Median of measured / predicted time over TERMS: how slow the machine is as a whole."""
         return median(self.by_term.values())
 
     @property

@@ -72,7 +72,7 @@ class Drop(NamedTuple):
 
 
 class ReduceAhead(NamedTuple):
-    """Instruction: reduce-scatter the gradients of all layers of a stage except the first.
+    """Instruction: reduce-scatter the gradients of a stage's second and later layers.
 
     This runs during the next pass, and instructions after that pass wait for it.
     """

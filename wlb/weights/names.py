@@ -61,11 +61,11 @@ class Parameter:
         return tensors[0] if self.part is None else tensors[0].flatten(1)[self.part.rows]
 
     def add_to(self, tensors: dict[str, torch.Tensor], value: torch.Tensor) -> None:
-        """Store the parameter's value in the tensors of a folder that is being written.
+        """Store the parameter's value in the tensors of a Hugging Face folder that will be written.
 
         Args:
-            tensors: The folder's tensors by name, which are extended. A fused tensor is created
-                when the first of its parameters is stored.
+            tensors: The folder's tensors by name, which are extended. A tensor that fuses several
+                parameters is created when the first of them is stored.
             value: Value of this parameter without vocabulary padding.
         """
         if self.part is None:
