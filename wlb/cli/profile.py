@@ -249,7 +249,7 @@ def _draw(built: Any, settings: Any, folder: Path) -> None:
 
 
 def _attention_table(built: Any) -> Table:
-    """Return a table of the errors of predicted attention times, for calls that were not fitted."""
+    """Return a table of the errors of predicted attention times, for calls left out of the fit."""
     numbers = (
         *("heads", "head size", "launch (us)"),
         *("equal segments", "unequal segments", "test-retest"),

@@ -139,8 +139,8 @@ def recurrence_flops(model: ModelSpec) -> int:
 def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
     """Count the values that one layer's element-wise operators read and write for one token.
 
-    The table gives the reads + writes of each operator, in vectors of the operator's width. Its
-    last column names the operator whose measured throughput gives the price.
+    The table gives the reads + writes of each operator, or their sum, in vectors of the operator's
+    width. Its last column names the operator whose measured throughput gives the price.
 
     | operator           | forward | backward | priced as         |
     |--------------------|---------|----------|-------------------|

@@ -56,6 +56,9 @@ def check_store(store: TokenStore, progress: Callable[[int], None] = lambda _: N
         progress: Called after each block of 8 MiB with the number of bytes read so far. It may
             raise an exception to stop the check.
 
+    Returns:
+        The checksums of the files, and the sizes and times that the files had before the check.
+
     Raises:
         UserError: A token is outside the vocabulary, or a checksum differs from the description.
     """

@@ -239,7 +239,7 @@ def _states(spec: RunSpec, pp_rank: int, tokens: int) -> Iterator[HeldBytes]:
     Args:
         spec: The run.
         pp_rank: The pipeline rank.
-        tokens: Tokens of each micro-batch on all CP ranks.
+        tokens: Tokens of each micro-batch on all CP ranks together.
     """
     kept, waiting = (
         expert_sizes.sums_by_stage(spec, partial(bytes_of, micro_batch_tokens=tokens))
@@ -449,8 +449,8 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
 def _sent_rows(spec: RunSpec, local: int) -> int:
     """Return the most rows in the send buffer of the exchange "needed" on one CP rank.
 
-    If every rank needs all rows of this rank, the buffer has as many rows as all ranks together.
-    The result is 0 for the exchange "gather", which has no send buffer.
+    The buffer has most rows if each of the CP ranks needs all rows of this rank. The result is 0
+    for the exchange "gather", which has no send buffer.
 
     Args:
         spec: The run.

@@ -88,7 +88,7 @@ def stored_parameters(spec: RunSpec, count: int, layers: int) -> int:
 
 
 def sharing_ranks(spec: RunSpec) -> int:
-    """Count the ranks that have the same experts and shard them, within one copy of the model."""
+    """Count the ranks over which FSDP shards one copy of the experts of an EP rank."""
     return spec.shard_size * spec.parallel.tp // spec.parallel.ep
 
 

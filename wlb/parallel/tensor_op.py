@@ -46,7 +46,7 @@ def _slots_like(x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int) -> list[
     for these layers, there are two more slots, for its two results.
 
     Args:
-        x_SC: Input of the layers, 1/tp of the rows.
+        x_SC: This rank's 1/tp of the rows of the layers' input.
         weights_FC: Weight of each layer.
         num_ranks: Number of TP ranks.
     """

@@ -97,7 +97,10 @@ class EncoderChoice(Protocol):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All settings as JSON values. An interrupted call is resumed only if they are equal."""
+        """All settings as JSON values.
+
+        `prepare_store` continues interrupted work only if its settings were equal to these.
+        """
         ...
 
     @property

@@ -177,10 +177,10 @@ def unread_keys(
         data: The message or the part.
         name: Name of the message or part for error messages.
         read: Keys that wlb reads.
-        is_part: Whether `data` is a part of a content.
+        is_part: Whether `data` is a part of a message's content.
 
     Raises:
-        UserError: A part of a content is marked as not trained, which is impossible because wlb
+        UserError: A part of the content is marked as not trained, which is impossible because wlb
             trains a message as a whole; or the name of an unknown key suggests that the key decides
             what is trained.
     """

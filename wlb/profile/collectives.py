@@ -281,8 +281,8 @@ def _scopes(nodes: Sequence[int]) -> dict[Scope, tuple[int, ...]]:
 class _LedRanks:
     """Measures collectives on all ranks that a launcher started.
 
-    Rank 0 broadcasts which collective is next and of what size (a point). The other ranks wait in
-    this broadcast. They fail if its timeout passes before the next point comes.
+    Rank 0 broadcasts which collective is next and of what size (a point). The other ranks wait for
+    this broadcast, and fail if it times out before the next point comes.
     """
 
     world: worlds.World  # this rank and its launcher

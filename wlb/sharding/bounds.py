@@ -53,7 +53,7 @@ def least_rows(lengths: IntLike, *, cp: int, slack: float | None = None) -> int:
 
 
 def _least_rows_of(reach: FloatArray, length: int) -> int:
-    """Return the least number of a document's rows that the rank which receives most can receive.
+    """Return how many of a document's rows at least one rank must receive from other ranks.
 
     Suppose that no rank receives more than R rows from others. Then rank j, which needs `reach[j]`
     rows, must have at least reach[j] - R rows itself. Together, the ranks cannot have more rows

@@ -39,11 +39,11 @@ A run can load a checkpoint only if these keys have the same values in both."""
 
 
 def check_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
-    """Raise UserError if a store has no targets, or if the held-out store has a wrong vocabulary.
+    """Raise UserError if the training store has no targets or the held-out store does not fit it.
 
     Args:
         spec: The run.
-        train: Name of the token store.
+        train: Name of the training store.
         heldout: Prefix of the held-out store; "" without one.
     """
     store = open_store(train)

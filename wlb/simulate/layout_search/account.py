@@ -2,8 +2,8 @@
 
 The terms are, in this order:
 
-1. The work of the mean pipeline rank, as if all micro-batches and CP ranks were equal
-   (`work_terms`). This needs no simulation.
+1. The work of a pipeline rank, averaged over ranks, as if all micro-batches and CP ranks were
+   equal (`work_terms`). This needs no simulation.
 2. The pipeline bubble and the exposed collectives over the data-parallel axis, from the critical
    path of one step with equal micro-batches (`even_terms`).
 3. The time that unequal micro-batches and unequal CP ranks cost (`account`).
