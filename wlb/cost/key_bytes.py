@@ -1,12 +1,14 @@
 """Exact sizes of the buffers in which CP ranks exchange keys and values in a sharded micro-batch.
 
-With the exchange `needed`, a rank may also send rows to itself (own rows). What the buffers hold:
+The buffers of a rank hold these rows, padding rows included (own rows: all rows of this rank):
 
-| exchange                          | received buffer        | sent buffer         |
-|-----------------------------------|------------------------|---------------------|
-| all-gather                        | all rows of all ranks  | all rows of the rank|
-| needed                            | needed rows, own too   | sent rows, own too  |
-| needed, with `cp.overlap_stages`  | needed rows, not own   | sent rows, not own  |
+| exchange                          | received rows                 | sent rows                     |
+|-----------------------------------|-------------------------------|-------------------------------|
+| all-gather                        | rows of all ranks             | own rows                      |
+| needed                            | rows that it needs, own rows  | rows others need, own rows    |
+| needed, with `cp.overlap_stages`  | rows that it needs            | rows others need              |
+
+If all layers have a sliding window, `cp.overlap_stages` has no effect on the buffers.
 """
 
 from typing import NamedTuple
