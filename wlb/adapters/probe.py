@@ -149,7 +149,7 @@ def _tokens(input_ids: Tensor, which: int) -> list[int]:
 def _row(batch: Mapping[str, Any], documents: list[list[int]]) -> dict[str, Any]:
     """Return the documents as a packed row, a batch for the model.
 
-    The row is on the device of `batch`, and describes document boundaries by the same keys.
+    The row is on the device of `batch`, and describes document boundaries by the keys of `batch`.
     """
     tokens, positions = batch["input_ids"], batch.get("position_ids")
     collator = PaddingFreeCollator(

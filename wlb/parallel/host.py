@@ -2,10 +2,10 @@
 
 NCCL groups cannot carry CPU tensors, and a Gloo group that is split off an NCCL group would have
 torch's default options (two workers, see `wlb.parallel.gloo`). So there is one Gloo group of all
-ranks. This group connects two ranks when they first communicate. Its collectives run along a tree,
-so with 8,192 ranks each rank needs only dozens of sockets. If all pairs of ranks were connected, a
-rank would need 8,191 sockets, and the store on rank 0 would send 4.4 TB of addresses (`host_cost`
-computes both).
+ranks. This group connects two ranks when they first communicate. `all_reduce_hosts` and
+`gather_rows` send along a tree, so with 8,192 ranks each rank needs only dozens of sockets. If all
+pairs of ranks were connected, a rank would need 8,191 sockets, and the store on rank 0 would send
+4.4 TB of addresses (`host_cost` computes both).
 """
 
 import resource

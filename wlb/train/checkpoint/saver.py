@@ -96,7 +96,7 @@ class _Task:
     copied: torch.cuda.Event | None
     # The planner's state as JSON; None on ranks that do not write it.
     planner: dict[str, Any] | None
-    began_s: float  # time.perf_counter when the save began, for which training waits
+    began_s: float  # time.perf_counter when training stopped for this save
     stall_s: float  # seconds that training waited: from `began_s` until the copy was started
 
 
