@@ -211,11 +211,12 @@ def read_by_ours(dataset: Any, *, remove: bool) -> Any:
     """Remove the columns of a `datasets.Dataset` that wlb's collator does not read.
 
     The Trainer would silently remove every column that the model's forward does not accept, also a
-    loss mask. Here a loss mask without labels is an error.
+    loss mask. This function instead refuses a loss mask without labels.
 
     Args:
         dataset: The tokenized dataset.
-        remove: Whether to remove columns (the Trainer's `remove_unused_columns`).
+        remove: Whether to remove columns (the Trainer's `remove_unused_columns`). With False the
+            dataset is only checked.
 
     Raises:
         UserError: There is a loss mask but there are no labels, so masked tokens would be trained.

@@ -458,14 +458,18 @@ class AttentionLatency(RankTimes):
 
     @property
     def slowest_ns(self) -> int:
-        """Attention time of the micro-batch in ns: the slowest ranks' kernels plus collectives."""
+        """Attention time of the micro-batch in ns: kernels of the slowest CP rank, and collectives.
+
+        The slowest rank in forward may be another one than in backward.
+        """
         return self.slowest_kernels_ns + self.gather_forward_ns + self.exchange_backward_ns
 
     @property
     def imbalance(self) -> float:
         """Attention time of the slowest CP rank over the mean of all ranks, without collectives.
 
-        Both are the sum of a forward and a backward time.
+        Both are sums of a forward and a backward time. The slowest rank in forward may be another
+        one than in backward.
         """
         mean = float(self.forward_ns.mean() + self.backward_ns.mean())
         return self.slowest_kernels_ns / mean if mean else 1.0

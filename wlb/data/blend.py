@@ -276,9 +276,9 @@ class BlendedBatches(BatchStream):
         valid = all(type(n) is int and 0 <= n <= MOST_COUNT for n in counts)
         if sizes != {len(self.sources)} or not valid:
             raise UserError(
-                f"the state of a blend has the numbers {counts}, but needs whole numbers from 0 to "
-                f"{MOST_COUNT}, with one number for each of the {len(self.sources)} stores under "
-                f"{' and '.join(_COLUMNS)}; resume from another checkpoint"
+                f"the state of the blend is damaged: its numbers must be whole numbers from 0 to "
+                f"{MOST_COUNT}, with one for each of the {len(self.sources)} stores in each of the "
+                f"lists {' and '.join(_COLUMNS)}, but are {counts}; resume from another checkpoint"
             )
         return [np.array(state[name], np.int64) for name in _COLUMNS]
 
@@ -397,11 +397,15 @@ class BlendedBatches(BatchStream):
     def _ordered(
         self, documents_read: IntArray, tokens_read: IntArray, missing: int
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Return source, id and length of some of the next documents, in the order of the blend.
+        """Return source, id and length of the next documents, in the order of the blend.
 
-        They are sorted by tag, as the module's docstring describes. At least one document is
-        returned. All of them together may have more or fewer than `missing` tokens. The arguments
-        have the same meaning as in `_take`, but this function does not change them.
+        At least one document is returned. All of them together may have more or fewer than
+        `missing` tokens.
+
+        Args:
+            documents_read: Number of documents read of each source, shape [num_sources].
+            tokens_read: Number of tokens read of each source, shape [num_sources].
+            missing: About how many tokens are needed.
         """
         shares = self._weights / self._weights.sum()
         ids: list[IntArray] = []

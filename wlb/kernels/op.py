@@ -147,7 +147,10 @@ _NOBODY = nullcontext()
 
 
 def observed(*, is_backward: bool) -> AbstractContextManager[object]:
-    """Return the context in which to call an attention kernel; without an observer it is empty."""
+    """Return the context in which to call an attention kernel, so that it can be timed.
+
+    It is the context of the observer that `observing` has set; without one it does nothing.
+    """
     return _NOBODY if _observer is None else _observer.attention(is_backward=is_backward)
 
 
@@ -357,7 +360,8 @@ def _check_inputs(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segment
     if not is_one_kind or not q_THD.is_floating_point():
         found = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
         raise UserError(
-            f"q, k and v must have one floating-point dtype and be on one device, not {found}"
+            "q, k and v must have the same floating-point dtype and be on the same device, but are "
+            f"{found}"
         )
     if segments.cu_seqlens_q.device != q_THD.device:
         raise UserError(

@@ -192,7 +192,8 @@ class DeltaRule(Protocol):
 class Chunks(NamedTuple):
     """What is computed of chunks without the states (symbols: see the module's docstring).
 
-    The output of a chunk is reads @ (state before the chunk) + own.
+    The output of a chunk is reads @ (state before the chunk) + own. Shapes: N chunks, H heads, C
+    tokens of a chunk, K and V dimensions of a key and a value.
     """
 
     reads_NHCK: Tensor  # exp(G) q - P W

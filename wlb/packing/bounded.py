@@ -503,9 +503,10 @@ class Candidates:
 
     @property
     def first_stop(self) -> IntArray:
-        """For each candidate, where the run of released outliers that begins at `tallest` ends.
+        """For each candidate, the end of the first range of consecutive outliers that it releases.
 
-        It is the index of the first outlier after this run; num_outliers if there is none.
+        The range begins at `tallest`. Its end is the index of the next outlier after it, or
+        num_outliers.
         """
         return np.where(self.end > self.first, self.end, self.num_outliers)
 
@@ -1026,8 +1027,8 @@ def refine(
 
     The ideal exchange between the slowest micro-batch and a faster one moves half of the difference
     of their loads. So each round tries to move a document with about that much work, or to swap two
-    documents that differ by about that much. Of all exchanges that S_max permits, the round makes
-    the one after which the larger of the two loads is lowest, if that is an improvement.
+    documents that differ by about that much. Of those that S_max permits, the round makes the
+    one after which the larger of the two loads is lowest, if that is an improvement.
 
     A load is the work of a micro-batch. If `second` is given, it is the larger one of the sums of
     `work` and of `second`, and documents are compared by the one of the two that is larger for the
@@ -1086,7 +1087,7 @@ class _Packing:
         return [max(loads) for loads in zip(*self.loads, strict=True)]
 
     def best_exchange(self, top: int, s_max: int) -> Exchange | None:
-        """Return the exchange that makes the slower of its two micro-batches as fast as possible.
+        """Return the best of the exchanges tried: the slower micro-batch then has least work.
 
         An exchange moves a document from the slowest micro-batch to another one, or swaps a
         document of each.

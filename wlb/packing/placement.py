@@ -250,13 +250,15 @@ def _by_load(
 
 
 def _entries(begin: list[IntArray], steps: list[int], free: IntArray, level: int) -> IntArray:
-    """Return how many equal documents each bin takes until its load exceeds a level, [num_bins].
+    """Return how many of several equal documents each bin takes, shape [num_bins].
+
+    A bin takes documents as long as its load (the work that it has) is at most `level`.
 
     Args:
         begin: Load of each bin so far: one array of shape [num_bins] for each price of attention.
         steps: Work of one document at each price.
         free: Most documents that each bin takes, shape [num_bins].
-        level: The load up to which a bin takes another document.
+        level: A bin with a higher load, at any of the prices, takes no further document.
     """
     counts = free
     for load, step in zip(begin, steps, strict=True):

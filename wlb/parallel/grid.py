@@ -29,9 +29,10 @@ def kind_of_link(link: int, pp: int) -> str:
 
 
 def link_members(parallel: ParallelSpec) -> dict[str, list[list[int]]]:
-    """Return for each kind of link the groups of ranks that such links join; {} without a pipeline.
+    """Return the groups of ranks that links join, by kind of link (`LINKS`); {} without a pipeline.
 
-    For each kind, every rank is in exactly one group: with a neighbour in its pipeline, or alone.
+    A link joins two neighbouring ranks of a pipeline. For each kind of link, every rank is in
+    exactly one group: with a neighbour, or alone.
     Ranks that are alone must make a group too. torch names a group by the number of groups that the
     rank has made so far, so ranks that later make a group together must have made equally many
     groups before.

@@ -47,7 +47,7 @@ class Progress(Protocol):
     """Receives each chunk (a micro-batch's pass in a stage) as it begins on this rank."""
 
     def chunk(self, kind: str, stage: int, micro_batch: int, /) -> None:
-        """Record that this chunk begins now.
+        """Record that a pass of a micro-batch in a stage begins now.
 
         Args:
             kind: A value of `Pass`.

@@ -279,9 +279,9 @@ class Tally:
             until: Tally at the earlier step.
 
         Returns:
-            A copy of `until`, except that it has today's counts of checkpoints (`saves`) and of
-            steps with a non-finite loss or gradient (`refused`), and today's further lines of the
-            summary (`rows`): these events have happened, even if their steps are repeated.
+            A copy of `until`, but with this tally's counts of checkpoints (`saves`) and of steps
+            with a non-finite loss or gradient (`refused`), and its further lines of the summary
+            (`rows`). These events have happened, even if their steps are repeated.
         """
         kept = ("saves", "refused", "rows")
         return replace(deepcopy(until), **{name: getattr(self, name) for name in kept})

@@ -426,8 +426,8 @@ def _adopted(carry: Carry, packer: packing.Packer) -> Carry:
     The slot of a waiting piece, such as its outlier queue, has a meaning only for the policy that
     made the carry. If `packer` has another policy, all slots are set to 0.
 
-    A policy that collects several global batches before it packs them also has pieces that arrive
-    after the next step. For another policy they arrive at the next step.
+    A policy that collects several global batches before it packs them reads pieces ahead, for steps
+    after the next one. For another policy these pieces become pieces of the next step.
     """
     if carry.policy == packer.policy:
         return carry

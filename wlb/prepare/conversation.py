@@ -195,12 +195,15 @@ def conversation_of(record: object) -> Conversation:
 
 
 def conversation_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns of a table that `conversation_of` needs.
+    """Return the columns of a table that must be read to make conversations of its rows.
 
-    It reads some of them, and refuses records that have values in others.
+    `conversation_of` uses some of these columns, and refuses rows with a value in the others.
+
+    Args:
+        names: Names of all columns of the table.
 
     Raises:
-        UserError: The table has none of the shapes of conversations.
+        UserError: The table lacks the columns of a conversation.
     """
     if not any(set(shape) <= set(names) for shape in (*_SHAPES, _ALPACA)):
         raise UserError(

@@ -422,8 +422,8 @@ def read_vocabulary(
     Args:
         path: The tokenizer.json.
         bos: Text of the BOS token. "" means the token that tokenizer_config.json names. If the file
-            names none, the BOS token is the only special token with a usual name such as "<s>". If
-            there is no such token, or several, the vocabulary has no BOS token.
+            names none, a special token with a usual name such as "<s>" is taken as BOS. If there is
+            no special token with such a name, or several, the vocabulary has no BOS token.
         eos: Text of the EOS token. "" has the same meaning as for `bos`.
         folder: Folder of the tokenizer_config.json. None means the folder of `path`.
 

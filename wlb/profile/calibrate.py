@@ -152,8 +152,9 @@ def scaled_profile(
 ) -> KernelProfile:
     """Return a copy of `profile` in which the times of each term are multiplied by its factor.
 
-    The factors of linear work are applied to `LayerCost`, because a run does not measure single
-    operators. The cost of the embedding is not changed.
+    The factors of linear work change the profile's times of a whole layer (`LayerCost`) and not
+    those of its operators, because a run does not measure single operators. The cost of the
+    embedding is not changed.
 
     Args:
         profile: The profile that predicted the times.

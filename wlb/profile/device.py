@@ -2,8 +2,8 @@
 
 `describe` returns the same values at every start on a machine. A file of records begins with these
 values, so that a later start of the sweep can check that it runs on the same machine. `Monitor`
-needs NVML (package nvidia-ml-py). Without NVML, or on a CPU, `Monitor.record` says why there are no
-samples.
+needs NVML (package nvidia-ml-py). Without NVML, or on a CPU, it takes no samples, and
+`Monitor.record` says why.
 """
 
 import contextlib

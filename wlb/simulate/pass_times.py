@@ -122,8 +122,8 @@ class StepPrices:
     # stages have the same fraction of such layers, because then the average over all layers is
     # right for every stage.
     others: LayerTimes | None = None
-    # For each stage, how many layers at the model's average price have to be replaced by layers of
-    # `others` to get the price of the stage (`StageLayers.more_others`).
+    # For each stage, how many of its layers get the times of `others` in place of the times of the
+    # model's average layer (`StageLayers.more_others`).
     more_others: tuple[float, ...] = ()
 
     @property

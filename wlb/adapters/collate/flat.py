@@ -407,7 +407,7 @@ def _join(what: str, values: Sequence[IntLike], num_rows: int, options: FlatOpti
 
     Args:
         what: Name of the values in error messages.
-        values: Lists or arrays from `_checked`.
+        values: One list or one checked 1-D array for each example. Entries of lists are checked.
         num_rows: Number of entries of the array, at least the number of values.
         options: Gives the dtype.
     """

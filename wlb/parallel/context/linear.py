@@ -242,7 +242,7 @@ def linear_rows(
     device: torch.device,
     backend: LinearBackend = LinearBackend.TORCH,
 ) -> tuple[LinearRows, list[Tensor]]:
-    """Return the inputs of linear-attention layers for a micro-batch, and their index tensors.
+    """Return the inputs of linear-attention layers for a micro-batch, and their device tensors.
 
     Args:
         made: Which rows and summaries this rank sends and receives.

@@ -54,7 +54,9 @@ _collectives = torch.ops._c10d_functional
 def _travelling(tensors: list[Tensor], layout: str) -> list[DeviceStage]:
     """Return an exchange's stages that have a transfer: all but the one that reads only local keys.
 
-    The arguments are those of `stages_of`.
+    Args:
+        tensors: Index tensors of all stages (`FlatExchange.tensors`).
+        layout: Number of CP ranks, and how each stage gets its rows (`FlatExchange.layout`).
     """
     stages, _ = stages_of(tensors, layout)
     return [stage for stage in stages if stage.transfer != Transfer.OWN]

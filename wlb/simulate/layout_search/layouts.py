@@ -160,7 +160,7 @@ def pipeline_of(spec: RunSpec) -> str:
 
 
 def planned_bytes(spec: RunSpec) -> int:
-    """Return how many bytes of a device's memory plans may use."""
+    """Return the limit, in bytes, of the memory that a plan may use on each device."""
     return int(planned_gib(spec) * GIB)
 
 

@@ -43,8 +43,8 @@ def check_disk_space(directory: Path, spec: RunSpec, resumed: Path | None) -> li
             time (`most_at_once`), else an empty list.
 
     Raises:
-        UserError: If there is no space for a single checkpoint, and no space can be made: with two
-            or more older checkpoints, a save removes the oldest one.
+        UserError: If there is no space for a single checkpoint, and fewer than two older ones
+            exist. (A save on a full disk removes the oldest checkpoint, but never the only one.)
     """
     folder, there, left = directory.absolute(), list[Path](), 0
     if resumed is not None:

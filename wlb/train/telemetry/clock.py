@@ -105,7 +105,7 @@ class WallMarks:
         return point
 
     def between_ns(self, start: Any, stop: Any) -> int:
-        """Return the ns from `start` to `stop`, two results of `now` or two points in wall time."""
+        """Return the ns from `start` to `stop`, which are two readings of the same clock."""
         return stop - start
 
 

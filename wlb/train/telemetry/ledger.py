@@ -237,9 +237,9 @@ def _cover(covered: dict[tuple[int, int], np.ndarray], columns: dict[str, Any]) 
     """Add 1 to the count of every token of some pieces, and return the number of these tokens.
 
     Args:
-        covered: The counts of each document's tokens, by (source, id), with shape [length]. They
-            are changed.
-        columns: The columns `_COLUMNS` of the pieces, by name.
+        covered: By (source, id) of each document, an array with the count of each of its tokens.
+            The arrays are changed.
+        columns: The document's id, start, stop and source of each piece, by name (`_COLUMNS`).
     """
     num_tokens = 0
     rows = zip(*(columns[name] for name in _COLUMNS), strict=True)
