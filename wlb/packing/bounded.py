@@ -1023,16 +1023,16 @@ def refine(
     max_rounds: int = 32,
     good_enough: float = 1.0005,
 ) -> list[list[int]]:
-    """Move and swap single documents until the slowest micro-batch cannot be made faster.
+    """Move and swap single documents, one at a time, to make the slowest micro-batch faster.
+
+    A load is the work of a micro-batch. If `second` is given, it is the larger one of the sums of
+    `work` and of `second`. Documents are then compared by the one of the two that is larger for the
+    slowest micro-batch.
 
     The ideal exchange between the slowest micro-batch and a faster one moves half of the difference
     of their loads. So each round tries to move a document with about that much work, or to swap two
-    documents that differ by about that much. Of those that S_max permits, the round makes the
-    one after which the larger of the two loads is lowest, if that is an improvement.
-
-    A load is the work of a micro-batch. If `second` is given, it is the larger one of the sums of
-    `work` and of `second`, and documents are compared by the one of the two that is larger for the
-    slowest micro-batch.
+    documents that differ by about that much. Of the exchanges that S_max permits, it makes the one
+    after which the larger of the two loads is lowest, if that is an improvement.
     Cost: at most `max_rounds` rounds of 0.2 ms, with about 300 exchanges tried in each.
 
     Args:
