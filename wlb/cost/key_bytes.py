@@ -2,11 +2,11 @@
 
 The buffers of a rank hold these rows, padding rows included (own rows: all rows of this rank):
 
-| exchange                         | received rows                | sent rows                  |
-|----------------------------------|------------------------------|----------------------------|
-| all-gather                       | rows of all ranks            | own rows                   |
-| needed                           | rows that it needs, own rows | rows others need, own rows |
-| needed, with `cp.overlap_stages` | rows that it needs           | rows others need           |
+| exchange                         | received rows                    | sent rows                  |
+|----------------------------------|----------------------------------|----------------------------|
+| all-gather                       | rows of all ranks                | own rows                   |
+| needed                           | needed rows of others, own rows  | rows others need, own rows |
+| needed, with `cp.overlap_stages` | needed rows of others            | rows others need           |
 
 If all layers have a sliding window, `cp.overlap_stages` has no effect on the buffers.
 """
