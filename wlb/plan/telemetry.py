@@ -65,7 +65,7 @@ class Moments:
 
     @property
     def _spread(self) -> tuple[float, float, float, float, float]:
-        """Mean predicted and mean measured time of a sample, their variances, and covariance."""
+        """Mean predicted and mean measured time, both variances, and the covariance (seconds)."""
         n = self.num_cells
         x, y = self.predicted_s / n, self.measured_s / n
         variances = self.predicted_squares / n - x * x, self.measured_squares / n - y * y
@@ -73,7 +73,7 @@ class Moments:
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """Least-squares line, measured time = slope * predicted time + intercept (in seconds).
+        """(Slope, intercept in seconds) of the best line, measured = slope * predicted + intercept.
 
         None if the predicted times vary too little to fit a line, or if the slope is not above 0 or
         the intercept is below 0. Such a line cannot correct prices.
