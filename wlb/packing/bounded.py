@@ -1023,7 +1023,7 @@ def refine(
     max_rounds: int = 32,
     good_enough: float = 1.0005,
 ) -> list[list[int]]:
-    """Move and swap single documents, one at a time, to make the slowest micro-batch faster.
+    """Repeatedly move or swap single documents, to make the slowest micro-batch faster.
 
     A load is the work of a micro-batch. If `second` is given, it is the larger one of the sums of
     `work` and of `second`. Documents are then compared by the one of the two that is larger for the
