@@ -20,10 +20,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from tests.sets import full  # noqa: E402
-from wlb.kernels.fused import launch  # noqa: E402
+from wlb.kernels.fused import kernels, launch  # noqa: E402
 from wlb.kernels.fused.launch import Launch  # noqa: E402
 from wlb.parallel.context.exchange import to_device  # noqa: E402
 
+KERNELS = {name for name, of in vars(kernels).items() if isinstance(of, triton.JITFunction)}
 BF16, FP32, ROWS = torch.bfloat16, torch.float32, 4100
 CPU = torch.device("cpu")
 ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -189,9 +190,14 @@ def test_numbers_of_rows_compile_nothing_new(capability: int) -> None:
             launch.sum_uses(grads, grads, inverse, empty(rows, 2, 2, 32, dtype=FP32)),
         )
         made.append([compiled(of).hash for of in launches])
+        assert {of.kernel.__name__ for of in launches} == KERNELS
         offsets.add(inverse.data_ptr() % 16)
     assert all(hashes == made[0] for hashes in made)
     assert offsets == {0, 8}
+
+
+def test_every_kernel_is_compiled_at_the_sizes_of_models() -> None:
+    assert {make.__name__ + "_kernel" for make, _ in PRESETS} == KERNELS
 
 
 def test_no_rows_launch_nothing() -> None:
