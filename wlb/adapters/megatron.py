@@ -418,8 +418,8 @@ def spread(
 ) -> list[list[int]] | None:
     """Divide samples into `num` bins of nearly equal work and at most `most` tokens each.
 
-    Samples are placed as in the paper's Algorithm 1: the longest first, each into the bin with the
-    least work. Afterwards samples are swapped between bins to improve the balance.
+    Samples are placed as in the paper's Algorithm 1: by descending work, each into the bin with the
+    least work. Afterwards samples are moved and swapped between bins to improve the balance.
 
     Args:
         members: Indices of the samples to place.

@@ -80,7 +80,7 @@ build the table.
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProfiledWorkload:
-    """W of one pipeline rank, priced with a kernel profile (a `WorkloadModel`).
+    """A `WorkloadModel` of one pipeline rank's layers, which takes prices from a kernel profile.
 
     The attention time of every length is tabulated at construction (about 2 ms), so that pricing is
     a look-up.
@@ -525,7 +525,7 @@ class LinearCost:
     # W_l: matrix products
 
     def _products_with_load_ns(self) -> Work:
-        """Return the ns of one token's matrix products in a layer, averaged over all layers.
+        """Return the ns (`Work`) of one token's matrix products in a layer, mean over all layers.
 
         The time of routed experts is multiplied by `expert_load`.
         """

@@ -61,8 +61,8 @@ def sum_over(spec: RunSpec, stages: Iterable[int], of_layer: Callable[[RunSpec],
 def kinds_of(spec: RunSpec, stages: Iterable[int]) -> tuple[RunSpec, ...]:
     """Return a copy of `spec` for each kind of layer in the given stages (see `layer_kinds`).
 
-    All layers of a copy are of its kind. If the stages have no layers, the result is the copy for
-    the kind of the model's last layer.
+    All layers of a copy are of its kind. If the stages have no layers, the result is a single copy,
+    whose layers have experts if the model's last layer has them.
     """
     chosen, kinds = list(stages), layer_kinds(spec)
     found = tuple(kind for kind, counts in kinds if any(counts[stage] for stage in chosen))
@@ -155,10 +155,9 @@ def hidden_values(model: ModelSpec, *, load: float = 1.0) -> int:
 
 
 def exchanged_values(model: ModelSpec, *, load: float = 1.0) -> int:
-    """Count the values that backward needs of one token in all-to-alls to and from experts.
+    """Count the values per token in the all-to-all buffers of one layer's experts in backward.
 
-    These are four buffers: the rows to send and the received rows, and the gradients to send and
-    the received gradients.
+    There are four buffers: rows to send, received rows, gradients to send, received gradients.
 
     Args:
         model: The model.

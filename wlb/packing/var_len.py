@@ -112,8 +112,8 @@ class VarLenPacker(PolicyPacker):
             )
         if self.hold and self.literal:
             raise UserError(
-                f"hold = {self.hold} must be 0 if literal is True, because the printed Algorithm 1 "
-                "has no fixed delay; set hold = 0, or literal = False"
+                f"hold = {self.hold} must be 0 if literal is True, because Algorithm 1 of the "
+                "paper has no fixed delay; set hold = 0, or literal = False"
             )
         if self.hold and not self.queue_thresholds:
             raise UserError(
@@ -156,7 +156,7 @@ class VarLenPacker(PolicyPacker):
         return tuple(plans), self._carry(pieces.take(waiting), step, slot)
 
     def _due(self, pieces: Pieces, queue: IntArray, step: int, *, has_come: bool) -> BoolArray:
-        """Return which outliers have waited for `self.hold` steps, a mask of shape [num_pieces].
+        """Return which pieces have waited for `self.hold` steps, a mask of shape [num_pieces].
 
         If documents arrived but all waiting pieces are outliers, the step would be empty. So the
         oldest outliers count as due then, although they have waited for fewer steps.
@@ -187,7 +187,7 @@ class VarLenPacker(PolicyPacker):
             pieces: All waiting pieces.
             queue: Outlier queue of each piece, 0 for pieces that are no outliers.
             is_leftover: Which pieces an earlier step left over.
-            is_due: Which outliers have waited long enough; used only if `hold` is set.
+            is_due: Which outliers have waited for `hold` steps. Not used if `hold` is 0.
             flush: Whether all pieces leave, because the data has ended.
 
         Returns:

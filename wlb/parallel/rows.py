@@ -20,11 +20,11 @@ class TokenReader(Protocol):
     """Reads tokens of documents; `wlb.data.reader` has implementations."""
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.integer]:
-        """Return tokens [start, stop) of the document with this id in the plan."""
+        """Return tokens [start, stop) of a document, given its id in plans (`Pieces.document`)."""
         ...
 
     def length(self, document: int) -> int:
-        """Return the number of tokens of the document with this id in the plan."""
+        """Return the number of tokens of a document, given its id in plans (`Pieces.document`)."""
         ...
 
 

@@ -46,7 +46,7 @@ class DocumentIds:
         return epoch * self.num_documents + row
 
     def row(self, document: _Ids) -> _Ids:
-        """Return the index in the source, from 0, of the documents with these ids."""
+        """Return the index in the source, from 0, of each document with one of these ids."""
         return document % self.num_documents
 
 

@@ -159,7 +159,7 @@ class Work:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Work":
-        """Make the record from what `to_json` returned; the derived rates are ignored."""
+        """Make the record from what `to_json` returned. The rates in it are not read."""
         return cls(**{f.name: data[f.name] for f in fields(cls)})
 
 
@@ -233,7 +233,10 @@ class Telemetry:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Telemetry":
-        """Make the record from what `to_json` of any version returned; ignore derived values."""
+        """Make the record from what `to_json` of any version of wlb returned.
+
+        Values that `to_json` computes from other fields, such as `mfu`, are not read.
+        """
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         sums = [f.name for f in fields(Moments)]
         values["terms"] = tuple(

@@ -177,7 +177,11 @@ class TextChoice(EncoderChoice):
         return {"policy": self.policy, "text_key": self.text_key}
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return which of the columns `names` to read: the text, and marks of untrained text."""
+        """Return which of the columns `names` to read.
+
+        They are the column of the text, and columns such as loss_mask or weight, because a record
+        with a value in these may have to be refused.
+        """
         if self.text_key not in names:
             raise UserError(
                 f"has no column {self.text_key!r}, but the columns {', '.join(names)}; name the "

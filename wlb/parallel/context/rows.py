@@ -97,7 +97,8 @@ class RankExchange:
     def arrays(self) -> Iterator[tuple[str, IntArray]]:
         """Yield (name, array) of all index arrays that attention needs on the device.
 
-        The name is a field's name and the number of its stage, such as "kv_index 0".
+        The name is "returned", or a field of `RankStage` and the stage's number, such as
+        "kv_index 0".
         """
         for s, stage in enumerate(self.stages):
             for name in ON_DEVICE:

@@ -102,7 +102,7 @@ class RunRecords:
 
     @cached_property
     def steps_done(self) -> FloatArray:
-        """`StepRecord.steps_done` of each recorded step, shape [num_steps]."""
+        """For each recorded step, the number of steps executed up to it, shape [num_steps]."""
         return self.column(lambda s: s.steps_done)
 
     def column(self, of: Callable[[StepRecord], float | None]) -> FloatArray:
@@ -112,10 +112,9 @@ class RunRecords:
 
     @property
     def telemetry(self) -> list[tuple[int, Telemetry]]:
-        """Pairs (steps_done, telemetry record) of all steps that have a record.
+        """Pairs (steps_done, telemetry record) of all steps for which telemetry was recorded.
 
-        Records of the first `telemetry.warmup_steps` steps are left out, unless there are no
-        others.
+        The first `telemetry.warmup_steps` steps are left out, unless no other step has telemetry.
         """
         found = [
             (s.steps_done, s.measured.telemetry)

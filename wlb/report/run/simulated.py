@@ -69,7 +69,7 @@ def simulate_again(
         store: Token store of the run.
         device: Type of the run's devices, "cuda" or "cpu".
         trained: The steps to simulate: for each step number, the recorded counts of its plan.
-        profile: Kernel profile of the simulation; "" for the profile of the run.
+        profile: Name or path of the kernel profile to simulate with; "" for the profile of the run.
         written: Name of the file with the recorded counts, for error messages.
 
     Returns:

@@ -48,9 +48,8 @@ class PackingChoices:
         low = [f for f in self.micro_batches if not f > 1]
         if low:
             raise UserError(
-                f"micro_batches = {low[0]} must be above 1, because it multiplies "
-                "data.num_windows, and data.num_windows micro-batches are always tried; give a "
-                "factor such as 1.25"
+                f"micro_batches = {low[0]} must be above 1: it is a factor of data.num_windows, "
+                "and factor 1 is always tried; give a factor such as 1.25"
             )
         unknown = [p for p in self.policies if p not in POLICIES]
         if unknown:
@@ -86,9 +85,10 @@ class PackingChoices:
         return list(best.values())
 
     def more_micro_batches(self, spec: RunSpec) -> Iterator[RunSpec]:
-        """Yield the run with each number of micro-batches in `micro_batches`, all larger than N.
+        """Yield the run with each number of micro-batches that is N times one of `micro_batches`.
 
-        Nothing is yielded if pp = 1, or if the policy packs windows of C tokens.
+        The products are rounded up to multiples of dp. Numbers that the schedule does not allow are
+        left out. Nothing is yielded if pp = 1, or if the policy packs windows of C tokens.
         """
         if spec.parallel.pp == 1 or not spec.packing.varies_lengths:
             return
