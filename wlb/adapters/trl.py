@@ -100,7 +100,7 @@ class BalancedStep(Sampler[list[int]]):
         return self.lengths.size // self.samples_per_step
 
     def __len__(self) -> int:
-        """Return the number of micro-batches of an epoch on all ranks."""
+        """Return the number of micro-batches of an epoch, summed over all ranks."""
         return self.num_steps * self.num_ranks * self.accumulation_steps
 
     def steps(self) -> Iterator[tuple[IntArray, StepBalance]]:

@@ -65,7 +65,8 @@ class SharedBins:
         """Make the record from the bin of each unit.
 
         Args:
-            units: Work, tokens and samples of each unit, with a last entry of 0.
+            units: Work, tokens and samples of each unit, then 0 for "no unit"; shape
+                [num_units + 1] each.
             bin_of: Bin of each unit, shape [num_units].
             rank: Rank of each bin, shape [num_bins].
         """

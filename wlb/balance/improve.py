@@ -58,7 +58,7 @@ class Units:
     rank: IntArray | None = None  # rank of each unit, if units must stay on their ranks
 
     def select(self, chosen: IntArray) -> "Units":
-        """Return the units with these indices, without their groups and ranks (None)."""
+        """Return the units with these indices. `group` and `rank` of the result are None."""
         return Units(
             work=self.work[chosen], tokens=self.tokens[chosen], samples=self.samples[chosen]
         )

@@ -68,7 +68,8 @@ def balance_step(
             work and similar lengths. With labels, samples with equal labels form a mini-batch, and
             mini-batches come in ascending order of labels.
         equal_counts: Whether all ranks get equally many samples of a mini-batch.
-        count_slack: With `equal_counts`, a rank may have this many samples more or less.
+        count_slack: With `equal_counts`, by how many samples a rank may be above or below an equal
+            share.
         groups: A label for each sample. Samples with equal labels form a group, and stay in one
             mini-batch.
         groups_on: "rank" also keeps the samples of a group on one rank; "mini_batch" does not.

@@ -46,7 +46,10 @@ class WaitingRule(Protocol):
         ...
 
     def excess(self, loads: FloatArray) -> FloatArray:
-        """Return the work of each bin minus the work that it should have; may be negative."""
+        """Return the work of each bin minus the work that it should have, shape [num_bins].
+
+        An entry is negative if the bin should get more work.
+        """
         ...
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
@@ -91,7 +94,7 @@ class Slots:
         self.target[order] = np.repeat(_level(bins, loads, slots), self.num_ranks)
 
     def excess(self, loads: FloatArray) -> FloatArray:
-        """Return the work of each bin minus the work that it should have; may be negative."""
+        """Return the work of each bin minus its `target`; may be negative. Shape [num_bins]."""
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
@@ -129,7 +132,7 @@ class RankSlots:
         self.target[order] = level[None]
 
     def excess(self, loads: FloatArray) -> FloatArray:
-        """Return the work of each bin minus the work that it should have; may be negative."""
+        """Return the work of each bin minus its `target`; may be negative. Shape [num_bins]."""
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:

@@ -80,12 +80,12 @@ def waits_ns(
 def _waits_in_stages_ns(
     plan: ShardingPlan, cost: WorkloadModel, num_rows: int
 ) -> tuple[FloatArray, FloatArray]:
-    """Return how long CP ranks wait for an exchange of keys in several stages, as `waits_ns` does.
+    """Return how many ns each CP rank waits in forward and in backward, shape [cp] each.
 
-    All ranks get the wait of the slowest rank. Each stage has its own attention call, so the
-    launches of these calls count too. Stages travel one after the other, on one communicator. Rows
-    of a later stage may arrive while attention over earlier stages runs. In backward the gradients
-    of a stage leave when its attention ends.
+    The exchange of keys has several stages. All ranks get the wait of the slowest rank. Each stage
+    has its own attention call, so the launches of these calls count too. Stages travel one after
+    the other, on one communicator. Rows of a later stage may arrive while attention over earlier
+    stages runs. In backward the gradients of a stage leave when its attention ends.
     """
     assert isinstance(cost, HiddenExchange)
     exchange = exchange_of(

@@ -470,11 +470,12 @@ def _nemotron_h_blocks(config: ConfigFields) -> list[str]:
 
 
 def _softmax(config: ConfigFields, kind: str, flops: int) -> tuple[Pairs, ...]:
-    """Return the cost of a query-key pair in softmax attention, with the window or chunk.
+    """Return the FLOPs of a query-key pair, and which keys a query attends to.
 
     Args:
         config: The model.
-        kind: "sliding" or "chunked"; all other kinds see all keys.
+        kind: Kind of the layer. In "sliding" layers a query attends to the keys of the window, in
+            "chunked" layers to those of its chunk, and in all others to all keys.
         flops: Forward FLOPs of one pair.
     """
     match kind:
@@ -528,7 +529,8 @@ def _latent(config: ConfigFields, kind: str) -> Mixer:
     """Return the costs of multi-head latent attention (DeepSeek-V2, Section 2.1).
 
     In training, the keys and values of all heads are computed from the latents before attention. In
-    layers of kind "sparse" or "reused", attention reads only the keys that an indexer chose.
+    layers of kind "sparse", attention reads only the keys that the layer's indexer chose. In layers
+    of kind "reused", it reads those that the indexer of an earlier layer chose.
     """
     hidden, heads = config.hidden, config.heads
     nope, rope = config.whole("qk_nope_head_dim"), config.whole("qk_rope_head_dim", at_least=0)

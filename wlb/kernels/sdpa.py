@@ -68,10 +68,13 @@ class _Rows:
         return padded if fill is None else padded.index_fill_(0, self.padding, fill)
 
     def collect(self, y_P: Tensor) -> Tensor:
-        """Undo `pad`: return for each of the N source rows the sum of its copies among y_P's rows.
+        """Add up the copies of each source row, and return one row for each source row.
 
-        y_P has one row for each row of the padded batches. The sums are in float32 (float64 for
-        float64 inputs) if a source row has several copies. Padding is left out.
+        Source rows are the rows that `pad` copied into the padded batches. Padding is left out. If
+        a source row has several copies, sums are in float32 (float64 for float64 inputs).
+
+        Args:
+            y_P: A tensor with one row for each row of the padded batches.
         """
         if self.take_P is None:
             return y_P

@@ -367,8 +367,8 @@ def workspaces_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> tuple[int, in
 
     Returns:
         The peak of tensors during the layer's backward (wlb/memory/README.md has the formulas), and
-        by how much attention's backward exceeds it with the memory that attention's kernel
-        allocates.
+        by how many bytes the peak is higher if the memory that attention's kernel allocates counts
+        as well.
     """
     mlp, attention, summing, recomputed = _workspaces(spec, micro_batch_tokens)
     tensors = max(mlp, max(attention, summing) + recomputed)

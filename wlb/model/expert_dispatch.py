@@ -58,9 +58,9 @@ class Trip(Protocol):
         ...
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
-        """Return the rows and scores of all stages, [M, ...], and drop the references to them.
+        """Return the rows and scores of all stages together, which `arrived` returned by stage.
 
-        The results of `arrived` are parts of these tensors.
+        This object drops its references to them.
         """
         ...
 
@@ -144,7 +144,7 @@ class Way(Protocol):
 
 
 class ExpertExchange(Protocol):
-    """Makes the routing (`Way`) of rows to the processes that have their experts."""
+    """Plans for each layer how rows travel to the processes that have their experts (a `Way`)."""
 
     def way(self, chosen_TK: Tensor, num_experts: int) -> Way:
         """Return the routing of a micro-batch's rows in one layer.

@@ -312,14 +312,14 @@ class DecoderLayer(nn.Module):
         return rows.of(slides=self.slides).attend.add(x_TC, branch_TC, attended)
 
     def first_half(self, x_TC: Tensor, rows: Rows, *, ends: bool = False) -> tuple[Tensor, Any]:
-        """Return x_TC plus attention's output, and the argument `attended` of `Attend.add`.
+        """Return x_TC plus attention's output, and what to pass to `Attend.add` as `attended`.
 
         Args:
             x_TC: Residual stream.
             rows: Inputs of the micro-batch.
-            ends: Whether to compute the sum by `Attend.add`, so that the exchange of k and v for
-                backward starts at the end of this half of the layer. The second result is then
-                None.
+            ends: Whether to compute this sum by `Attend.add`, instead of the sum at the end of the
+                layer. The exchange of k and v in backward then starts when backward reaches this
+                half of the layer, and the second result is None.
         """
         mine, normed_TC = rows.of(slides=self.slides), self.ops.norm(self.input_layernorm, x_TC)
         if self.self_attn is not None:

@@ -482,9 +482,9 @@ class Candidates:
     """Candidates for the next step. Each says which outliers the step trains (releases).
 
     A candidate releases the outliers [first, end) and [tail, num_outliers), and holds back all
-    others. But outliers that have waited for the maximum delay leave in any case, which the methods
-    do not count. Outliers are numbered as `WaitingDocuments` sorts them: by size class, from most
-    to least work, and then by age. All arrays have shape [num_candidates].
+    others. The step also trains all outliers that have waited for the maximum delay, but methods of
+    this class ignore that. Outliers are numbered as `WaitingDocuments` sorts them: by size class,
+    from most to least work, and then by age. All arrays have shape [num_candidates].
     """
 
     first: IntArray  # first outlier of the interval [first, end)
@@ -582,8 +582,7 @@ def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
     """Return a lower bound on the cost of each candidate (set of outliers), without packing it.
 
     The cost is the time lost on the slowest micro-batch (`_wait`) plus the cost of what is held
-    back (`_holding`). In the function, arrays of work such as `mean` and `slowest` have shape
-    [num_ends, num_candidates], with one entry for each end of the price range.
+    back (`_holding`).
 
     Returns:
         Lower bounds, in multiples of a typical micro-batch's time, shape [num_candidates].
@@ -591,6 +590,8 @@ def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
     limits, num_outliers = waiting.limits, waiting.num_outliers
     num = limits.num_micro_batches
     first, end, tail = candidates.first, candidates.end, candidates.tail
+    # Arrays of work such as `mean` and `slowest` have shape [num_ends, num_candidates]: one row for
+    # each end of the price range.
     # (a) Sum tokens and work of the documents that a candidate trains in any case, and find the
     # work of the one with most work (`height`). This document need not be the first released
     # outlier, because a size class is sorted by age. So take the maximum over all released
@@ -671,12 +672,14 @@ def _crowded(
 ) -> FloatArray:
     """Return a lower bound on the slowest micro-batch's work if S_max leaves little room.
 
-    Suppose that each of the k largest outliers of a step has a micro-batch to itself. The other
-    N - k micro-batches hold at most S_max tokens each, so the tokens that do not fit into them must
-    go to these k. The bound is computed for two values of k, and the larger result is returned.
-    Outliers are sorted by size class. Take the first outlier that a candidate releases, and those
-    after it up to the first one that it does not release, but at most N in all. The first k is
-    their number. The second k is the number of those in the size class of the first one.
+    Suppose that each of k large outliers has a micro-batch of its own. The other N - k
+    micro-batches hold at most S_max tokens each. All other tokens must go to the k micro-batches
+    with outliers, whose mean work is the bound. It is computed for two values of k, and the larger
+    result is returned:
+
+    - k = number of outliers from the largest one that the candidate trains, in the order of size
+      classes, up to the first one that it does not train; at most N
+    - k = number of these outliers in the size class of the largest one (`size_class_end`)
 
     Args:
         waiting: The waiting documents.

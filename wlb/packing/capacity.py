@@ -32,8 +32,8 @@ from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, UserError, convert_to
 class CapacityPacker(PolicyPacker):
     """Packs whole documents into bins (micro-batches) with a limit on tokens.
 
-    In its carry, slot 0 has the documents that were left over by the last packing that made steps.
-    Slot i has the documents of the i-th batch that arrived after that packing.
+    In its carry, slot 0 has the documents that were left over when steps were last made. Slot i has
+    the documents of the i-th batch that has arrived since then.
     """
 
     policy: ClassVar[str] = "capacity"

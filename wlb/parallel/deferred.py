@@ -114,9 +114,9 @@ class Product(torch.autograd.Function):
 
 
 class _Input(torch.autograd.Function):
-    """Passes x on to `Product`, saves x and weight for it, and computes both gradients in backward.
+    """Returns x for `Product`, saves x and weight, and computes the gradients of both in backward.
 
-    `Product` says why it does not do this itself.
+    The docstring of `Product` says why `Product` does not do this.
     """
 
     @staticmethod

@@ -165,7 +165,7 @@ class StagedTrip:
         return torch.index_select(x, 0, order_P, out=x_MC[rows]), scores_P
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
-        """Return the received rows and scores of all stages, and drop the references to them."""
+        """Return the received rows and scores of all stages; drop this object's references."""
         assert self._whole is not None
         whole, self._whole, self._arriving = self._whole, None, []
         return whole

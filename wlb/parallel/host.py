@@ -87,7 +87,7 @@ def all_reduce_hosts(x: Tensor, op: str = "sum") -> None:
 
 
 def gather_rows(own: Tensor) -> Tensor | None:
-    """Gather a CPU tensor of shape [W] from every rank; returns [ranks, W] on rank 0, else None.
+    """Gather a CPU tensor of shape [n] from every rank; returns [ranks, n] on rank 0, else None.
 
     The values travel along a tree, because in Gloo's gather the root connects to every rank.
     """

@@ -154,8 +154,8 @@ class Products(NamedTuple):
             weights_FC: Weight of each layer.
 
         Returns:
-            The input's gradient for this rank's rows, [S, C]. It is still in transfer, so call
-            `wait` on it as late as possible.
+            The input's gradient for this rank's rows, [rows / tp, hidden]. It is still in transfer,
+            so call `wait` on it as late as possible.
         """
         dx_TC = grads_TF[0] @ weights_FC[0]
         for grad, weight in zip(grads_TF[1:], weights_FC[1:], strict=True):
@@ -327,7 +327,7 @@ class TensorParallelOps(Ops):
         self.vocabulary = vocabulary_shard(group, padded_vocab_size)
 
     def embed(self, embedding: nn.Embedding, tokens_T: Tensor) -> Tensor:
-        """Return the embeddings of this rank's 1/tp of the rows, [S, C].
+        """Return the embeddings of this rank's 1/tp of the rows, [rows / tp, hidden].
 
         Each rank looks up the tokens in its part of the vocabulary, for all rows; a reduce-scatter
         adds up the results.
@@ -356,7 +356,7 @@ class TensorParallelOps(Ops):
             yield out_TF if linear.bias is None else out_TF + local_tensor(linear.bias)
 
     def _fan_products(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
-        """Yield the outputs of column-parallel layers as `fan_out` does, but without biases."""
+        """Gather the rows once, and yield each column-parallel layer's output without bias."""
         parameters = [linear.weight for linear in linears]
         weights = [local_tensor(parameter) for parameter in parameters]
         fan = _FanOut(self, parameters)

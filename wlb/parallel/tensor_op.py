@@ -26,14 +26,14 @@ def _rows_like(x_SC: Tensor, num_ranks: int, width: int) -> Tensor:
 
 
 def _begins_early(weights_FC: list[Tensor]) -> bool:
-    """Return whether the last layer's backward starts before the other layers' gradients arrive.
+    """Return whether the last of several layers starts its backward before the others.
 
-    This is so for the three projections to K, V and Q: Q's part of the input's gradient is computed
-    while the gradients of K and V travel between CP ranks. The early start needs memory for one
-    more tensor with all rows.
+    The layers have the same input. The last one starts early if they are the projections to K, V
+    and Q: Q's part of the input's gradient is computed while the gradients of K and V still travel
+    between CP ranks. This needs memory for one more tensor with all rows.
 
     Args:
-        weights_FC: Weights of the layers with the same input.
+        weights_FC: Weights of the layers.
     """
     return len(weights_FC) > 2
 

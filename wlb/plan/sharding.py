@@ -290,7 +290,7 @@ class RankSpans:
 
     @property
     def cu_seqlens_k(self) -> IntArray:
-        """Offsets of the spans' keys in `key_index`, shape [num_spans + 1]."""
+        """Offset of each span's keys among the keys of all spans, shape [num_spans + 1]."""
         return offsets_of(self.stop)
 
     @property

@@ -95,7 +95,7 @@ class ChatChoice(EncoderChoice):
 
     @property
     def actions(self) -> Mapping[Skip, OnError]:
-        """What to do with conversations without trained tokens (`--on-untrained`)."""
+        """For the reason "no token is trained": what to do with the record (`--on-untrained`)."""
         return {Skip.UNTRAINED: self.on_untrained}
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:

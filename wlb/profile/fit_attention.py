@@ -276,7 +276,8 @@ class _Rates(NamedTuple):
     square: Curve | None
     """TFLOP/s of segments with as many queries as keys; None if the kernel groups no segments."""
     reach: FloatArray | None
-    """For each number of queries, the most keys that were measured; None if nothing is missing."""
+    """For each number of queries, the most keys that were measured. None if this is the largest
+    number of keys of the grid for all numbers of queries."""
 
 
 def _rates(

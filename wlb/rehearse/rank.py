@@ -107,10 +107,10 @@ class UnwrittenSaver(saver.CheckpointSaver):
 
 
 class RehearsedTrainer(loop.Trainer):
-    """A run's trainer, changed to use a `PlannedFeed` and to record one `StepResult` per step."""
+    """A run's trainer that takes planned steps from a list, and records a result for each step."""
 
-    items: list[Item]
-    results: list[StepResult]
+    items: list[Item]  # the planned steps
+    results: list[StepResult]  # results of the steps so far
 
     def _open_feed(self, state: PlannerState | None) -> tuple[Any, InputPrefetcher]:
         inputs = InputPrefetcher(self.executor, self.reader)

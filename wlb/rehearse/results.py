@@ -32,7 +32,9 @@ class StepResult:
     longest: int  # number of tokens of the pipeline's longest micro-batch
     peak_bytes: int  # most bytes that were allocated at a time during the step
     estimate_bytes: int  # wlb.memory's estimate of `peak_bytes` for the micro-batches of the step
-    parts: dict[str, dict[str, float]]  # part of the step -> the fields of `PartTotals`
+    # For each part of the step, such as "GEMM" or "cp": number of calls, bytes, FLOPs and time (the
+    # fields of `PartTotals`).
+    parts: dict[str, dict[str, float]]
     exposed_ns: dict[str, float]  # time that the compute stream waited for each part's transfers
     time_ns: float  # predicted time of the step on the compute stream
     host_waits: tuple[HostWait, ...]

@@ -120,9 +120,10 @@ def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[fl
 
 
 def _most_hidden(pieces: IntArray, cp: int, cost: WorkloadModel) -> tuple[float, float]:
-    """Return the longest time of attention over a rank's own keys, which hides the exchange.
+    """Return the longest time that attention over its own keys can take on any rank.
 
-    This time is longest if the rank has only whole documents, each as long as possible.
+    The exchange of keys may be hidden behind this attention. It takes longest on a rank that has
+    only whole documents, each as long as possible.
 
     Returns:
         Forward time and backward time in ns.

@@ -218,9 +218,9 @@ class _PlanMaker:
         Args:
             options: Where documents are cut.
             scale: Work per token that each rank is to get, relative to the other ranks, shape [cp].
-            group_size: Number of consecutive ranks that form a node or group.
-            node_share: A document is cut among groups if its work is more than this many times a
-                group's mean work.
+            group_size: Number of consecutive ranks that form a group, such as a node.
+            node_share: A document is cut among groups if its work is more than this many times the
+                most work that any group is to get.
         """
         nodes = [
             slice(first, min(self.cp, first + group_size))

@@ -194,8 +194,9 @@ def _dense(
         room: Tokens that the rank is to get.
         work: Work that the rank is to get, in ns.
         options: Where documents are cut.
-        most: Most work in ns that the rank may have of a document that needs several ranks. 0 means
-            `work`.
+        most: If the document with most work per token needs several ranks, it is divided evenly
+            among as few ranks as possible, none of which gets more than this work in ns. 0 means
+            that it is not divided evenly: the rank takes as much of it as `work` permits.
 
     Returns:
         The parts that the rank gets.

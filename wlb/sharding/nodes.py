@@ -165,13 +165,15 @@ class _Nodes:
         self._give(taker, part)
 
     def _move(self, giver: int, taker: int, size: int, heads: HeadWork) -> None:
-        """Move `size` tokens of one document to another node, preferably of a short document.
+        """Move `size` tokens of one document from one node to another.
+
+        The document is a short one of those with more than `size` tokens. If there is none, the
+        longest document moves whole, although it has fewer tokens.
 
         Args:
-            giver: The node with too many tokens.
-            taker: The node with too few tokens.
-            size: Number of tokens to move. If no document of `giver` has more, its longest document
-                moves whole.
+            giver: Index of the node with too many tokens.
+            taker: Index of the node with too few tokens.
+            size: Number of tokens to move.
             heads: Predicts the work of the first tokens of a document.
         """
         longer = sorted((p for p in self.parts[giver] if p.size > size), key=lambda p: p.size)

@@ -355,10 +355,11 @@ class StepPrices:
         return self.changed(mean)
 
     def changed(self, change: Callable[[IntArray], IntArray]) -> "StepPrices":
-        """Return a copy of the prices in which `change` was applied to each array by step.
+        """Return a copy in which `change` was applied to every array that has an axis of steps.
 
         Args:
-            change: For example, selects some steps. The first axis of every array is the step.
+            change: For example, a function that selects some steps. The first axis of the arrays is
+                the step.
         """
         arrays: dict[str, Any] = {name: change(getattr(self, name)) for name in _STEP_FIELDS}
         if self.others is not None:

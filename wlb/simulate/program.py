@@ -369,9 +369,9 @@ class _Builder:
 
 
 def _graph(programs: Sequence[Sequence[Instruction]], wires: Wires) -> Graph:
-    """Return the graph of a step's events: those of all ranks' instructions, and those after them.
+    """Return the graph of a step's events.
 
-    After the instructions come the gradient norm, AdamW and the overhead of a step.
+    These are all ranks' instructions, then the gradient norm, AdamW and the overhead of the step.
 
     Args:
         programs: The instructions of each pipeline rank.

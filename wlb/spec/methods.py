@@ -57,9 +57,9 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 def bin_method_of(method: str) -> BinMethod:
-    """Return the bin-packing algorithm of a grouping method.
+    """Return the bin-packing algorithm that a value of `packing.method` stands for.
 
-    A method that does not name one, including "", has best fit decreasing.
+    For values that stand for none, including "", this is best fit decreasing.
     """
     return _BIN_METHODS.get(method, BinMethod.BEST_FIT_DECREASING)
 

@@ -217,7 +217,8 @@ def _machine(made: Forecast, budget: Budget, known: Budget | None) -> str:
     Args:
         made: The prediction.
         budget: Memory of one device.
-        known: `budget` if the memory of the machines is known, else None.
+        known: None if the memory of the machines is not known (`budget` is then a default),
+            otherwise the same as `budget`.
     """
     profile, ranks = made.cost.profile, made.spec.parallel.world_size
     reason = "run.device = cpu"

@@ -86,7 +86,7 @@ class StepWaits:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Return (dp, micro-batches of a pipeline, num_stages, cp), the shape of the arrays."""
+        """Return (dp, micro-batches of a pipeline, num_stages, cp), the shape of `forward`."""
         return self.forward.shape  # pyright: ignore[reportReturnType]
 
     @property

@@ -331,8 +331,8 @@ def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
         model_type: The folder's model_type, which decides how tensors are fused.
 
     Returns:
-        A dict from the name of each fused parameter (without `linear_attn.`) to the part of a
-        tensor that it is.
+        For each parameter that the folder stores in a fused tensor: its name (without
+        `linear_attn.`) -> the part of the fused tensor that belongs to it.
     """
     s, width = spec.linear, spec.hidden_size
     found: dict[str, TensorPart] = {}

@@ -52,7 +52,8 @@ class FlatOptions:
     # The batch is padded to a multiple of this many tokens; None means no padding.
     pad_to_multiple_of: int | None = None
     # Most tokens of one segment of padding; None puts all padding into one segment. Positions of
-    # padding count from the segment's beginning, so this keeps them within a model's table.
+    # padding count from the segment's beginning, so this keeps them below the model's number of
+    # positions.
     longest_padding: int | None = None
     pad_token_id: int = 0  # token of the padding
     # Label of each document's first token, which the loss must ignore; IGNORE (-100) by default.

@@ -76,8 +76,9 @@ class PackingSummary:
     mean_delay: float  # mean delay of a token
     p99_delay: int  # 99th percentile of the delay of tokens
     max_delay: int  # longest delay of a token
-    # By how many steps a token is trained before the step that was next when its global batch
-    # arrived, mean over all tokens. A token that is not trained earlier counts as 0.
+    # By how many steps a token is trained before the step from which its delay is counted (mostly
+    # the step that is next when its global batch arrives). Mean over all tokens; a token that is
+    # not trained earlier counts as 0.
     mean_advance: float
     num_overdue: int  # pieces that were trained later than the policy's maximum delay
 

@@ -80,7 +80,10 @@ def gain_over(usual: PackingSummary, ours: PackingSummary) -> BalanceGain:
 
 
 def gain_of(spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel) -> BalanceGain:
-    """Return the imbalance of the usual loader and of the run's packing, without the flush."""
+    """Return the imbalance with the usual loader and with the run's packing.
+
+    The steps of the flush are left out of both.
+    """
     return gain_over(*usual_and_own(spec, batches, cost))
 
 

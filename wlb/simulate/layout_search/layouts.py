@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def has_all_room(self) -> bool:
-        """Whether memory allows so large an S_max and T that packing would not use more."""
+        """Whether S_max and T may be so large that packing gains nothing from larger ones."""
         if self.caps is None or self.caps.s_max < MOST_S_MAX * self.spec.data.context_window:
             return False
         most = MOST_STEP_TOKENS * self.spec.tokens_per_step
@@ -280,9 +280,10 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def _is_refused(spec: RunSpec, out: Layouts) -> bool:
-    """Return whether these degrees are impossible with any schedule, and count why in `out`.
+    """Return whether these degrees are impossible with any schedule, and count the reason in `out`.
 
-    Axes are checked one by one, so that the reason names an axis that is wrong by itself.
+    The degrees tp, cp and dp are each checked with all other degrees at 1, so that the reason names
+    the degree at fault.
     """
     one = replace(spec.parallel, tp=1, cp=1, pp=1, dp=1)
     for reason, axis in (

@@ -118,7 +118,7 @@ class ThreadMarks(WallMarks):
         return time.thread_time_ns()
 
     def wall_of(self, point: int) -> int:
-        """Return the present wall time, because `point`, a CPU time, cannot be converted."""
+        """Return the wall time now: CPU times such as `point` cannot be converted to wall time."""
         return time.perf_counter_ns()
 
 

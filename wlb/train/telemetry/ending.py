@@ -36,7 +36,7 @@ class ShowSummary(Hook):
     """
 
     def end(self, run: RunContext) -> None:
-        """Record the wall time of each phase."""
+        """Record the wall time of each phase of the run (`Phase`)."""
         seconds = {str(phase): s for phase, s in run.wall.seconds.items()}
         run.report.write("wall", steps_done=run.steps_done, seconds=seconds)
 
