@@ -139,14 +139,13 @@ def num_communicators(spec: RunSpec) -> int:
     """Count the NCCL communicators of a rank.
 
     There is one for the world, one for each axis (tp, cp, pp, dp), one for dp and cp together, and
-    further ones with HSDP, with experts and with copied KV heads. Groups of one rank have none.
-
-    A pipeline rank has two communicators on the axis pp, one for each neighbour, but they count as
-    one. `COMMUNICATOR_GIB` assumes two connections for each channel (ring and tree). A communicator
-    with a neighbour has only one connection for each channel, so two of them need as much memory as
-    one other communicator. The NCCL group of all pipeline ranks transfers nothing, so NCCL
-    allocates no memory for it.
+    further ones with HSDP, with experts and with copied KV heads. Groups of one rank have none. The
+    two communicators of a pipeline rank with its neighbours count as one.
     """
+    # A communicator with a neighbour has only one connection for each channel, and
+    # `COMMUNICATOR_GIB` assumes two (ring and tree). So two of them need as much memory as one
+    # other communicator. The NCCL group of all pipeline ranks transfers nothing, so NCCL allocates
+    # no memory for it.
     p = spec.parallel
     sizes = [p.world_size, p.tp, p.cp, p.pp, max(1, p.dp), p.fsdp_size]
     if spec.shard_size < p.fsdp_size:

@@ -130,7 +130,10 @@ class Way(Protocol):
 
     @property
     def sent(self) -> Sequence[slice]:
-        """For each stage, the slice of `order_N` that is sent in it. Known after `begin`."""
+        """For each stage, which slice of the copies of rows (`order_N`) is sent in it.
+
+        This is known after `begin`.
+        """
         ...
 
     def again(self) -> "Way":

@@ -309,7 +309,9 @@ class _LeastWorkFirst:
         heapq.heapify(self.parked)
 
     def add_equal(self, num: int, length: int, work: int) -> list[int]:
-        """Place up to `num` equal documents whole, as `add` would, and return their micro-batches.
+        """Place up to `num` equal documents, none of which is cut, and return their micro-batches.
+
+        They go where calls of `add` would put them.
 
         Args:
             num: Number of documents.

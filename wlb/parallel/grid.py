@@ -23,7 +23,7 @@ def rank_grid(parallel: ParallelSpec) -> np.ndarray:
 
 
 def kind_of_link(link: int, pp: int) -> str:
-    """Return the kind (see `LINKS`) of the link between pipeline ranks link and link + 1 mod pp."""
+    """Return the kind (see `LINKS`) of link i = `link`, which joins ranks i and (i + 1) mod pp."""
     is_last_of_odd = pp % 2 == 1 and link == pp - 1
     return LINKS[2] if is_last_of_odd else LINKS[link % 2]
 

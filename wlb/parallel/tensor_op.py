@@ -197,7 +197,7 @@ def product_scatter(x_TF: Tensor, weight_CF: Tensor, num_ranks: int, group_name:
 def product_scatter_backward(
     grad_SC: Tensor, x_TF: Tensor, weight_CF: Tensor, num_ranks: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x_TF and of the weight for `product_scatter`."""
+    """Return the gradients of x_TF and weight_CF, given that of the result of `product_scatter`."""
     products = Products(num_ranks, group_name)
     grad_TC, dx_TF = products.scattered_backward(grad_SC, weight_CF)
     return dx_TF, grad_TC.t() @ x_TF

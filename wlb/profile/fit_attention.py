@@ -452,8 +452,8 @@ def _features(table: AttentionTable, call: Call, which: int) -> list[float]:
     - tail: In forward the number of keys of the segment that has most keys, in backward the number
       of queries of the segment that has most queries.
     - short, long: Summed ns that the table predicts for short segments and for long segments. For
-      kernels that group segments, two such sums for segments with a prefix (keys before the first
-      query) are followed by two for segments without.
+      kernels that group segments there are four sums: two over segments with a prefix (keys before
+      the first query), then two over segments without a prefix.
 
     Args:
         table: Table that predicts the ns of segments.

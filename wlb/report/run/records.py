@@ -90,7 +90,7 @@ class RunRecords:
 
     @property
     def restarts(self) -> list[int]:
-        """Number of steps executed before each restart, for the restarts that recorded it."""
+        """Number of steps executed before each restart; restarts that lack it are left out."""
         found = [resumed_at(start) for start in self.starts[1:]]
         return [at for at in found if at is not None]
 
