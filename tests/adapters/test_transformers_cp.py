@@ -72,7 +72,7 @@ def test_two_ranks_compute_what_one_process_does_unpacked_and_no_document_leaks(
         assert changed == [(0, n) for n in (37, 1, 9, 2, 53)]
         assert other is not None
         assert (
-            "all ranks must pass the same arguments, but these differ. "
+            "all ranks must pass the same arguments, but the ranks differ in "
             "documents of the micro-batch: rank 0" in other
         )
 

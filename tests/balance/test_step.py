@@ -156,7 +156,7 @@ REFUSED = {
     "unequal": (
         ([3] * 8,),
         {"groups": [0, 0, 0, 0, 0, 1, 1, 2], "groups_on": "rank", "equal_counts": True},
-        "groups and atoms give ranks",
+        "ranks would have . to ., because samples",
     ),
     "mini-batches": (([3, 4],), {"mini_batches": 3}, "2 samples .* too few for mini_batches = 3"),
     "rank": (([3, 4],), {"ranks": [0, 2]}, r"ranks\[1\] = 2 must be from 0 to 1"),

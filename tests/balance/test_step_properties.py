@@ -134,7 +134,7 @@ def test_dynamic_cp_keeps_the_cap_of_a_rank(
     ranks = most * wide
     options: dict[str, Any] = {"num_ranks": ranks, "max_tokens": cap, "dynamic_cp": most, **slots}
     if is_placed:
-        with pytest.raises(UserError, match="the argument ranks cannot give the rank of a sample"):
+        with pytest.raises(UserError, match="`ranks` gives each sample one rank"):
             balance_step(lengths, ranks=[i % ranks for i in range(len(lengths))], **options)
         return
     balance = made(lengths, cost="verl", **options)

@@ -214,9 +214,7 @@ def test_files_larger_than_are_read_are_refused(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("3\n" * 501)
     monkeypatch.setattr(sys, "stdin", Piped(b"3\n" * 501))
     for source in (tmp_path / "a.txt", "-"):
-        with pytest.raises(
-            UserError, match="must have at most 1,000 bytes, but has more; give a random sample"
-        ):
+        with pytest.raises(UserError, match="may have at most 1,000 bytes; give a random sample"):
             lengths_of_file(source)
     np.savez_compressed(tmp_path / "a.npz", length=np.full(5000, 7, np.uint8))
     with pytest.raises(UserError, match="has 5128 bytes, but may have at most 1000"):

@@ -476,7 +476,7 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             _zeros(3, 2, 8),
             r"torch\.float64 on cpu",
         ),
-        (*[_zeros(3, 2, 8, dtype=torch.int32)] * 3, "one floating-point dtype"),
+        (*[_zeros(3, 2, 8, dtype=torch.int32)] * 3, "the same floating-point dtype"),
     ],
 )
 def test_bad_tensors_are_refused(q, k, v, message):

@@ -100,7 +100,7 @@ def test_a_literal_run_releases_everything_at_the_end_of_data() -> None:
 
 
 def test_a_document_of_s_max_tokens() -> None:
-    with pytest.raises(ValueError, match="the printed Algorithm 1 keeps micro-batches below s_max"):
+    with pytest.raises(ValueError, match="of the paper keeps micro-batches below s_max"):
         packer(2, WINDOW, [])
     made, carry = run(packer(1, WINDOW, [], literal=False), [[WINDOW]])
     assert (made, carry.num_tokens) == ([[[0]]], 0)

@@ -62,7 +62,7 @@ def test_ranks_that_disagree_all_say_so() -> None:
     first, *others = run_local(refusals, 3, start_group=True, timeout_s=600)
     assert all(first == other for other in others)
     digests = [per_document(x, cp=3).digest() for x in ((20, 3), (19, 4))]
-    start = "all ranks must pass the same arguments, but these differ. "
+    start = "all ranks must pass the same arguments, but the ranks differ in "
     assert first["plan"] == (
         f"{start}plan digest: rank 0 has {digests[0]}, rank 1 has {digests[1]}, "
         f"rank 2 has {digests[0]}"
@@ -99,12 +99,12 @@ def test_ranks_that_disagree_all_say_so() -> None:
 
 def long_values(world: World) -> str:
     """Returns what ranks say of values whose first 64 characters are the same."""
-    with pytest.raises(ValueError, match="these differ") as caught:
+    with pytest.raises(ValueError, match="the ranks differ in") as caught:
         agree({"long": "x" * 64 + str(world.rank), "same": "y" * 99}, None, group=dist.group.WORLD)
     return str(caught.value)
 
 
 def test_values_are_compared_to_their_end() -> None:
     values = ", ".join(f"rank {rank} has {'x' * 64}" for rank in range(2))
-    expected = f"all ranks must pass the same arguments, but these differ. long: {values}"
+    expected = f"all ranks must pass the same arguments, but the ranks differ in long: {values}"
     assert run_local(long_values, 2, start_group=True, timeout_s=600) == [expected] * 2

@@ -56,7 +56,7 @@ def test_one_process_needs_no_launcher_whatever_names_its_rank(env):
 
 def test_torchrun_variables_that_are_missing_or_no_numbers_are_named(env):
     env(RANK=0, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
-    with pytest.raises(ValueError, match="LOCAL_RANK must be set"):
+    with pytest.raises(ValueError, match="LOCAL_RANK is not set"):
         worlds.discover()
     env(LOCAL_RANK="first")
     with pytest.raises(ValueError, match="LOCAL_RANK = 'first' must be a whole number"):

@@ -289,7 +289,7 @@ def test_templates_come_from_files(tmp_path: Path) -> None:
     assert second.render(talk(*TALK), Turns.ALL).text == "today" + first.text
     assert load_template("llama3") is BUILT_IN["llama3"]
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="has no chat template under chat_template"):
+    with pytest.raises(ValueError, match="has no chat template: its key chat_template must be"):
         load_template(tmp_path / "tokenizer_config.json")
     with pytest.raises(ValueError, match="no chat template vicuna; give one of chatml, llama3"):
         load_template("vicuna")

@@ -249,8 +249,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         (
             {"parallel__pp": 4, "packing__num_micro_batches": 9},
             "each pipeline has 9 micro-batches per step, but pp.schedule = interleaved_1f1b with "
-            "parallel.pp = 4 processes them in 2 rounds, each of which must have equally "
-            "many micro-batches; set packing.num_micro_batches to one of [5, 6, 7, 8, 10, 12]",
+            "parallel.pp = 4 processes them in 2 rounds, which must have equal numbers of "
+            "micro-batches; set packing.num_micro_batches to one of [5, 6, 7, 8, 10, 12]",
         ),
         (
             {"parallel__dp": 2, "data__num_windows": 3},
@@ -260,14 +260,14 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         (
             {"parallel__pp": 2, "parallel__dp": 2, "data__num_windows": 10},
             "each pipeline has 5 micro-batches per step, but pp.schedule = interleaved_1f1b with "
-            "parallel.pp = 2 processes them in 2 rounds, each of which must have equally "
-            "many micro-batches; set data.num_windows to one of [6, 8, 12]",
+            "parallel.pp = 2 processes them in 2 rounds, which must have equal "
+            "numbers of micro-batches; set data.num_windows to one of [6, 8, 12]",
         ),
         (
             {"parallel__pp": 4, "parallel__dp": 2, "pp__schedule": "1f1b"}
             | {"data__num_windows": 6},
-            "3 micro-batches per pipeline are fewer than pp = 4, which pp.schedule = 1f1b cannot "
-            "schedule; set data.num_windows to at least 8, or pp.schedule = interleaved_1f1b",
+            "pp.schedule = 1f1b needs at least parallel.pp = 4 micro-batches per pipeline, but "
+            "there are 3; set data.num_windows to at least 8, or pp.schedule = interleaved_1f1b",
         ),
         (
             {"parallel__pp": 2, "pp__weight_delay": 2},
@@ -333,7 +333,7 @@ def test_numbers_of_micro_batches_that_can_be_scheduled(each: int) -> None:
     if each in others:
         message = refusal(spec)
         assert f"each pipeline has {each} micro-batches per step, but" in message
-        assert "in 2 rounds, each of which must have equally many micro-batches" in message
+        assert "in 2 rounds, which must have equal numbers of micro-batches" in message
         assert f"set data.num_windows to one of {others[each]}" in message
     else:
         assert check(spec).micro_batches_per_pipeline == each
@@ -376,8 +376,8 @@ def test_dp_is_filled_in_from_the_ranks_there_are() -> None:
     [
         (0, 3, "too few ranks: tp 2 x cp 2 x pp 1 needs 4 ranks per pipeline, but there are 3;"),
         (0, 6, "6 ranks are not a multiple of tp 2 x cp 2 x pp 1 = 4; start a multiple of 4 ranks"),
-        (2, 12, "parallel.dp = 2 needs 8 ranks, but there are 12; set parallel.dp = 3 or 0"),
-        (4, 12, "parallel.dp = 4 needs 16 ranks, but there are 12; set parallel.dp = 3 or 0"),
+        (2, 12, "parallel.dp = 2 needs 8 ranks, but there are 12; set parallel.dp = 3, or 0"),
+        (4, 12, "parallel.dp = 4 needs 16 ranks, but there are 12; set parallel.dp = 3, or 0"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(dp: int, ranks: int, message: str) -> None:

@@ -90,7 +90,7 @@ def test_override_of_a_nested_section() -> None:
         ("training.steps=true", "training.steps must be int, got True"),
         ("training.steps=1.5", "training.steps must be int, got 1.5"),
         ("training.steps=0", "training.steps = 0 must be at least 1"),
-        ("training=3", "training is a section, got 3"),
+        ("training=3", "training is a section, so it cannot be set to 3"),
         ("=3", "--set =3: unknown key ''; use one of run, model, parallel"),
     ],
 )

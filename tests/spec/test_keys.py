@@ -248,7 +248,7 @@ def test_names_become_enumerations_and_lists_become_tuples() -> None:
         ("packing.queue_thresholds", [0.5, "x"], r"queue_thresholds\[1\] must be float, got 'x'"),
         ("packing.policy", "best", "packing.policy = 'best': choose one of 'original', 'fixed'"),
         ("packing.policy", ["original"], r"packing.policy = \['original'\]: choose one of"),
-        ("parallel", 4, "test.toml: parallel is a section, got 4"),
+        ("parallel", 4, "test.toml: parallel is a section, so it cannot be set to 4"),
         ("parallel.tp.size", 4, "parallel.tp must be int, got {'size': 4}"),
     ],
 )

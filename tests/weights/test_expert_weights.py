@@ -130,7 +130,7 @@ def test_what_is_not_computed_is_refused(
         (replace(QWEN, experts=replace(EXPERTS, balance=ExpertBalance.BIAS)), "balance = bias"),
         (replace(MIXTRAL, qkv_bias=True), "qkv_bias = true cannot be exported with experts"),
         (replace(MIXTRAL, experts=replace(EXPERTS, normalised=False)), "normalised = false"),
-        (replace(MIXTRAL, sliding_window=8), "only Qwen3-MoE has windows"),
+        (replace(MIXTRAL, sliding_window=8), "with experts and windows is Qwen3-MoE"),
         (
             replace(QWEN, sliding_window=8, full_every=2),
             "model.full_every = 2 cannot be exported with experts",

@@ -245,7 +245,8 @@ class BalancedDataLoader(BaseDataLoader):
             if differs:
                 raise UserError(
                     f"the checkpoint was saved in the middle of a step {made}, which cannot be "
-                    f"resumed with {now}; use a checkpoint that was saved between steps"
+                    f"resumed with {now}; use the checkpoint's setting, or a checkpoint that was "
+                    "saved between steps"
                 )
 
 

@@ -82,8 +82,8 @@ def solve_dynamic(units: Units, rules: Rules, most: int) -> DynamicPlaced:
         if rules.num is not None:
             raise UserError(
                 f"{rules.name}: {units.tokens.sum():.0f} tokens do not fit into {num} "
-                f"micro-batches on each of {ranks} ranks, with at most max_tokens = {rules.cap} in "
-                "each; raise num_micro_batches or max_tokens"
+                f"micro-batches of at most max_tokens = {rules.cap} tokens on each of {ranks} "
+                "ranks; raise num_micro_batches or max_tokens"
             )
         num += rules.multiple
 
@@ -102,8 +102,8 @@ def _check(units: Units, rules: Rules, most: int) -> None:
         )
     if units.rank is not None:
         raise UserError(
-            f"dynamic_cp = {most} may put a sample on several ranks, so the argument ranks cannot "
-            "give the rank of a sample; set dynamic_cp = 1, or leave out ranks"
+            f"dynamic_cp = {most} may put a sample on several ranks, but `ranks` gives each "
+            "sample one rank; set dynamic_cp = 1, or leave out `ranks`"
         )
     if (i := first_true(units.tokens > rules.cap * most)) is not None:
         raise UserError(

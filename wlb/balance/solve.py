@@ -322,6 +322,7 @@ def _check_counts(held: FloatArray, rules: Rules) -> None:
     if held.min() < least or held.max() > most:
         raise UserError(
             f"{rules.name}: equal_counts requires {least} to {most} samples on each rank, but "
-            f"groups and atoms give ranks {held.min():.0f} to {held.max():.0f} samples; raise "
-            "count_slack, or give groups of equal size"
+            f"ranks would have {held.min():.0f} to {held.max():.0f}, because samples with equal "
+            "`groups` or `atoms` must stay together; raise count_slack, or make all groups "
+            "equally large"
         )

@@ -237,8 +237,8 @@ class AttentionTable:
             object.__setattr__(self, name, array)
         if self.heads.shape != self.heads_efficiency.shape or not (np.diff(self.heads) > 0).all():
             raise UserError(
-                f"attention.heads = {self.heads.tolist()} must have increasing entries, as many as "
-                f"attention.heads_efficiency = {self.heads_efficiency.tolist()} has; measure the "
+                f"attention.heads = {self.heads.tolist()} must increase and have as many entries "
+                f"as attention.heads_efficiency = {self.heads_efficiency.tolist()}; measure the "
                 "profile again"
             )
         entries = np.concatenate([self.heads, self.heads_efficiency])

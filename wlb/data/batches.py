@@ -77,7 +77,7 @@ class Source(Protocol):
 
     @property
     def source_id(self) -> int:
-        """Number of this source in a blend, which `Documents.source` repeats for each document."""
+        """Index of this source in a blend. It is in the field `source` of each of its documents."""
         ...
 
 
@@ -490,8 +490,7 @@ def check_state(state: State, counts: set[str], identity: State, *, what: str, k
     if not isinstance(cast(object, state), dict):
         raise UserError(
             f"the state of {what} must be a dict with the keys {sorted(expected)}, but is of "
-            f"type {type(state).__name__}; resume with the {keys} of the checkpoint, or start a "
-            f"new run"
+            f"type {type(state).__name__}; resume from another checkpoint, or start a new run"
         )
     # Accept states without the keys IDENTITY and FILLED, which earlier versions did not write.
     if (state.keys() | ({IDENTITY} & expected)) - {FILLED} != expected:
@@ -591,7 +590,7 @@ def check_lengths(lengths: IntArray) -> None:
     if not lengths.size:
         raise UserError(
             "the corpus has no documents; set data.store or data.corpus to a corpus with "
-            "documents, or raise data.heldout_fraction if there are no held-out documents"
+            "documents, or, if this is the held-out part, raise data.heldout_fraction"
         )
     if (i := first_true(lengths < 1)) is not None:
         raise UserError(
@@ -625,8 +624,8 @@ def check_documents(
     ):
         if (i := first_true(wrong)) is not None:
             raise UserError(
-                f"{pieces[i]} {what} (its document has {lengths[i]} tokens); resume from another "
-                f"checkpoint"
+                f"a piece {what}: {pieces[i]} of a document of {lengths[i]} tokens; resume from "
+                "another checkpoint"
             )
 
 

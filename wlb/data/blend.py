@@ -265,10 +265,10 @@ class BlendedBatches(BatchStream):
         """
         names = {*_COUNTS, *_COLUMNS}
         check_state(state, names, self._identity, what="a blend", keys="data.blend")
-        if not all(isinstance(state[name], list) for name in _COLUMNS):
+        if bad := [name for name in _COLUMNS if not isinstance(state[name], list)]:
             raise UserError(
-                f"the state of a blend must have lists under {' and '.join(_COLUMNS)}, with one "
-                f"number for each store; resume from another checkpoint"
+                f"the state of a blend has a {type(state[bad[0]]).__name__} under {bad[0]}, but "
+                f"needs a list with one number for each store; resume from another checkpoint"
             )
         counts = [state.get(name, 0) for name in (*_COUNTS, FILLED)]
         counts += [n for c in _COLUMNS for n in state[c]]

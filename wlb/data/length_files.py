@@ -77,8 +77,8 @@ def lengths_of_file(path: str | Path, *, source_id: int = 0) -> LengthSource:
             data = opened.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise UserError(
-            f"{name} must have at most {MOST_BYTES:,} bytes, but has more; give a random sample of "
-            f"its lengths, which leads to nearly the same plans"
+            f"{name} is too large, because a file of lengths may have at most {MOST_BYTES:,} "
+            "bytes; give a random sample of its lengths, which leads to nearly the same plans"
         )
     found = _read(name, data, suffix)
     lengths = checked_lengths(name, found.values, where=found.where)
@@ -260,8 +260,8 @@ def _jsonl(name: str, data: bytes) -> Iterator[tuple[int, Any]]:
                 chosen = _column(f"{name}: line {i}", list(record), counts, what="key")
             if chosen not in record:
                 raise UserError(
-                    f"{name}: line {i} has no key {chosen!r}, which has the length in the first "
-                    f"record; add the key to the line"
+                    f"{name}: line {i} has no key {chosen!r}, under which the first record has "
+                    f"its length; add the key to this line"
                 )
             value = record[chosen]
         yield i, value

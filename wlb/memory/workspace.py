@@ -41,12 +41,12 @@ class AttentionCall:
         if min(self.num_segments, self.num_heads, self.num_kv_heads, self.head_size) < 1:
             raise UserError(
                 "num_segments, num_heads, num_kv_heads and head_size must all be at least 1, but "
-                f"the call is {self}"
+                f"one is less in {self}; correct it"
             )
         if not 0 <= self.max_q <= self.num_queries or not 0 <= self.max_k <= self.num_keys:
             raise UserError(
                 f"max_q = {self.max_q} must be from 0 to num_queries = {self.num_queries}, and "
-                f"max_k = {self.max_k} from 0 to num_keys = {self.num_keys}"
+                f"max_k = {self.max_k} from 0 to num_keys = {self.num_keys}; correct these sizes"
             )
 
 

@@ -87,7 +87,7 @@ class VarLenPacker(PolicyPacker):
         if self.literal and self.s_max == self.options.context_window:
             raise UserError(
                 f"s_max = {self.s_max} tokens must be above the context window if literal is True, "
-                "because the printed Algorithm 1 keeps micro-batches below s_max; set s_max = "
+                "because Algorithm 1 of the paper keeps micro-batches below s_max; set s_max = "
                 f"{self.s_max + 1} or more, or literal = False"
             )
         if self.literal and not self.price_range.is_one_price:

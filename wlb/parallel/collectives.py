@@ -141,5 +141,6 @@ def agree(
     ]
     if differing:
         raise UserError(
-            f"all ranks must pass the same arguments, but these differ. {'; '.join(differing)}"
+            "all ranks must pass the same arguments, but the ranks differ in "
+            f"{'; '.join(differing)}"
         )

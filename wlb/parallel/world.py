@@ -183,10 +183,14 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
 
 def _text(env: Mapping[str, str], name: str) -> str:
     if name not in env:
+        if name.startswith("SLURM"):
+            raise UserError(
+                f"{name} is not set, although srun started this process; start the process again "
+                "with srun, which sets this variable"
+            )
         raise UserError(
-            f"{name} must be set, because other variables say that this process is one "
-            "of several ranks. Start it with torchrun or srun, or unset RANK and "
-            "WORLD_SIZE"
+            f"{name} is not set, although RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are; start this "
+            "process with torchrun, which sets all of them, or unset RANK and WORLD_SIZE"
         )
     return env[name]
 

@@ -298,8 +298,8 @@ class Carry(PlainRecord):
             policy, next_step = arrays.pop("policy"), arrays.pop("next_step")
             if policy.dtype.kind != "U" or next_step.dtype.kind not in "iu" or next_step.ndim:
                 raise UserError(
-                    f"{what}: `policy` must be text and `next_step` a whole number, but they are "
-                    f"arrays of {policy.dtype} and {next_step.dtype} of shapes {policy.shape} and "
+                    f"{what}: `policy` must be text, but has dtype {policy.dtype}, and `next_step` "
+                    f"one whole number, but has dtype {next_step.dtype} and shape "
                     f"{next_step.shape}; {remedy}"
                 )
             return cls(

@@ -53,7 +53,7 @@ def places_to_json(places: Sequence[Place]) -> dict[str, Any]:
 
 
 def places_from_json(data: dict[str, Any]) -> tuple[Place, ...]:
-    """Return the places from what `places_to_json` returned."""
+    """Return the host and node of each rank from the dictionary that `places_to_json` made."""
     hosts = data["hosts"]
     return tuple(Place(hosts[h], n) for h, n in zip(data["host"], data["node"], strict=True))
 
@@ -120,9 +120,9 @@ class RankTable(PlainRecord):
         values |= {name: np.array(data[name], np.int64) for name in COLUMNS}
         if len(sizes := {values[name].size for name in COLUMNS}) > 1 or 0 in sizes:
             raise UserError(
-                f"the lists of a record of all ranks' times ({', '.join(COLUMNS)}) have lengths "
-                f"{sorted(sizes)}, but each must have one entry for each rank; repair or remove "
-                f"the record"
+                f"a record of kind 'ranks' must have lists of equal length, with one entry for "
+                f"each rank, under {', '.join(COLUMNS)}, but their lengths are {sorted(sizes)}; "
+                "repair or remove the record"
             )
         return cls(**values, stragglers=tuple(Straggler(**s) for s in data["stragglers"]))
 
@@ -174,8 +174,9 @@ class MeasuredTimeline(PlainRecord):
         sizes = {len(data[name]) for name in ("ranks", "wall_us", "passes")}
         if len(sizes) > 1 or 0 in sizes:
             raise UserError(
-                f"the lists ranks, wall_us and passes of a timeline have lengths {sorted(sizes)}, "
-                f"but each must have one entry for each recorded rank; repair or remove the record"
+                f"a timeline has {len(data['ranks'])} entries in `ranks`, {len(data['wall_us'])} "
+                f"in `wall_us` and {len(data['passes'])} in `passes`, but each must have one for "
+                f"each recorded rank; repair or remove the record"
             )
         passes = [[TimedPass(PASSES[p[0]], *p[1:]) for p in ps] for ps in data["passes"]]
         return cls(**values, passes=tuple(map(tuple, passes)))

@@ -163,7 +163,7 @@ def parse_json(
     except UserError as error:
         raise UserError(f"{where} {error}; {remedy}") from None
     except RecursionError:
-        raise UserError(f"{where} is nested too deeply to be JSON; {remedy}") from None
+        raise UserError(f"{where} is nested too deeply to be read as JSON; {remedy}") from None
     except ValueError as error:
         raise UserError(f"{where} is not JSON ({error}); {remedy}") from None
     # Check the depth only if the text has enough brackets to exceed the limit, which is rare.

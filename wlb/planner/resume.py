@@ -150,8 +150,9 @@ def _check_policies(state: PlannerState, known: Collection[str]) -> None:
     for policy in (state.carry.policy, state.baseline.policy):
         if policy not in known:
             raise UserError(
-                f"pieces wait for packing policy {policy!r}, which this planner does not have; use "
-                "a planner with the packer that saved the state"
+                f"its waiting pieces were left by packing policy {policy!r}, but this planner has "
+                f"only {', '.join(known)}; if {policy!r} is your own packer, give it to the "
+                "planner"
             )
     for plan in state.ready:
         if plan.policy != state.carry.policy:
@@ -210,8 +211,8 @@ def _check_source(state: PlannerState, source: AccountedStream, waiting: Pieces)
         source.check_pieces(state.corpus, pieces)
     if state.exhausted and not source.may_have_ended(state.corpus):
         raise UserError(
-            "the checkpoint says that all documents were read (exhausted = true), but there are "
-            "more; resume with the documents that the run was trained on, or start a new run"
+            "the state says that all documents were read (exhausted = true), but the corpus has "
+            "more"
         )
     tokens = source.num_tokens(state.corpus)
     if tokens != state.num_tokens + waiting.num_tokens:

@@ -106,7 +106,7 @@ def _source_of(config: dict[str, Any], path: Path) -> str:
         found = named.get("default")
     if not isinstance(found, str):
         raise UserError(
-            f"{path} has no chat template under chat_template (or, in a list of templates, under "
-            f"the name default); give a file that contains the chat template"
+            f"{path} has no chat template: its key chat_template must be a template, or a list "
+            "with a template named default; give a file that contains the chat template"
         )
     return found

@@ -114,7 +114,8 @@ def prepare_store(
         raise UserError(
             f"--text-key {options.text_key} applies only to files of records (.jsonl, .ndjson, "
             f".json, .parquet), but all {len(files)} files in {', '.join(options.inputs)} are read "
-            f"as plain text; leave out --text-key, or give files of records one of these suffixes"
+            f"as plain text; leave out --text-key or, if the files have records, rename them to "
+            "one of these suffixes"
         )
     arguments = arguments_of(options)
     if encoder is not None:
@@ -183,8 +184,8 @@ class _Preparation:
             ours.add(manifest_digest(self.manifest))
         if _mark_of(heldout) not in ours:
             raise UserError(
-                f"a store at --out {out} would replace or remove the store {heldout}, which has "
-                f"another origin; give another --out, or move {heldout} away"
+                f"a store at --out {out} would replace or remove the store {heldout}, which was "
+                f"not made with it; give another --out, or move {heldout} away"
             )
 
     def finished(self) -> StoreReport | None:

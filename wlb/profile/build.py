@@ -111,8 +111,8 @@ def build(
         return _built(records, model, layouts, grid, origin)
     except KeyError as error:
         raise UserError(
-            f"a record of the sweep has no entry {error}; to measure again, remove this record's "
-            f"line from the sweep's file, or remove the file"
+            f"a record of the sweep has no entry {error}; to measure again, remove the lines "
+            "without this entry from the sweep's file, or remove the file"
         ) from error
 
 

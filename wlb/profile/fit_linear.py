@@ -53,8 +53,8 @@ def fit_gemm(records: Sequence[Record], provenance: Provenance) -> GemmCost:
     sizes = np.array(sorted({_weights(r) for r in mine}), np.float64)
     if tokens.size < 2 or sizes.size < 2:
         raise UserError(
-            f"matrix products were measured for {tokens.size} numbers of tokens and {sizes.size} "
-            f"sizes of weights, but a fit needs at least two of each; measure more points"
+            "a fit of matrix products needs at least two different numbers of tokens and two sizes "
+            f"of weights, but the sweep has {tokens.size} and {sizes.size}; measure more points"
         )
     surfaces: dict[str, Surface] = {}
     for name in PASSES:
@@ -254,8 +254,9 @@ Operators = Callable[[int, int], tuple[FloatArray, FloatArray]]
 def fit_layer(records: Sequence[Record], operators: Operators, provenance: Provenance) -> LayerCost:
     """Fit the constant time and the factor of a layer: time = constant + calls + factor * work.
 
-    The costs of the layer's operators, which were fitted before, give the other two: `work` sums
-    the operators' times that grow with the tokens, and `calls` the constant times of their calls.
+    `work` and `calls` are predicted from the costs of the layer's operators, which were fitted
+    before: `work` is the sum of the times that grow with the tokens, and `calls` is the sum of the
+    constant times of the operators' calls.
 
     Args:
         records: Records of the sweep.

@@ -227,8 +227,8 @@ def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -
         )
     if min(tokens, default=0) < 1 or min(tp_degrees, default=0) < 1:
         raise UserError(
-            f"numbers of tokens {list(tokens)} and TP degrees {list(tp_degrees)} must be lists "
-            f"with at least one entry, and every entry must be at least 1"
+            f"numbers of tokens {list(tokens)} and TP degrees {list(tp_degrees)} must not be "
+            "empty, and each number must be at least 1"
         )
     shared = {
         "num_heads": model.num_heads,

@@ -144,11 +144,11 @@ def share_saved(own: RunSimulation, other: RunSimulation) -> SavedShare:
 
 
 def _time_per_work(run: RunSimulation, bounds: Sequence[int], num: int) -> FloatArray:
-    """Return the simulated time of each part of a run, divided by the part's predicted work.
+    """Return simulated time / predicted work for each of several consecutive parts of a run.
 
     Args:
         run: The run.
-        bounds: Index of the first step of each part.
+        bounds: Index of the first step of each part, shape [num_parts].
         num: Number of steps in all parts together; later steps are ignored.
     """
     work = np.array([step.mean_workload_ns for step in run.metrics[:num]])
@@ -185,7 +185,7 @@ def forecast(
     if not steps:
         raise UserError(
             "the corpus has too few tokens for one step (a global batch has "
-            f"{spec.tokens_per_step}); raise data.epochs, or use a larger corpus"
+            f"{spec.tokens_per_step} tokens); raise data.epochs, or use a larger corpus"
         )
     return Forecast(
         spec=spec,

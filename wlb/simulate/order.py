@@ -80,8 +80,8 @@ def pipeline_order(pipeline: PipelineSection, *, pp: int, num_micro_batches: int
             )
         raise UserError(
             f"an interleaved schedule with parallel.pp = {pp} processes the {n} micro-batches of a "
-            f"pipeline in {n // pp} rounds, each of which must have equally many "
-            "micro-batches; make their number a multiple of parallel.pp"
+            f"pipeline in {n // pp} rounds, which must have equal numbers of micro-batches; make "
+            f"the number of micro-batches per pipeline a multiple of {pp}"
         )
     return tuple(_rank_order(pipeline, rank, pp, n) for rank in range(pp))
 

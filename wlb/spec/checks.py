@@ -60,7 +60,7 @@ def resolve_dp(spec: RunSpec, world_size: int) -> RunSpec:
     if parallel.dp not in (0, dp):
         raise UserError(
             f"parallel.dp = {parallel.dp} needs {need * parallel.dp} ranks, but there are "
-            f"{world_size}; set parallel.dp = {dp} or 0"
+            f"{world_size}; set parallel.dp = {dp}, or 0 to follow the number of ranks"
         )
     return check(replace(spec, parallel=replace(parallel, dp=dp)))
 
@@ -92,7 +92,8 @@ def _check_ranges(spec: RunSpec) -> None:
     if parse_blend(spec.data.blend) and spec.data.store:
         raise UserError(
             f"data.store = {spec.data.store} and data.blend = {list(spec.data.blend)} are both "
-            f"set; remove data.store, or add it to data.blend to mix it in"
+            f"set, but a run reads only one of them; remove one (to train both, add the store to "
+            f"data.blend and remove data.store)"
         )
 
 
@@ -261,9 +262,9 @@ def _check_experts(spec: RunSpec) -> None:
     copy_ranks = spec.fsdp.shard_size * parallel.tp
     if copy_ranks % parallel.ep:
         raise UserError(
-            f"parallel.ep = {parallel.ep} does not divide fsdp.shard_size {spec.fsdp.shard_size} x "
-            f"tp {parallel.tp} = {copy_ranks} ranks of one copy of the parameters; lower "
-            f"parallel.ep or raise fsdp.shard_size"
+            f"parallel.ep = {parallel.ep} does not divide the {copy_ranks} ranks of one copy of "
+            f"the parameters (fsdp.shard_size {spec.fsdp.shard_size} x tp {parallel.tp}); lower "
+            "parallel.ep or raise fsdp.shard_size"
         )
 
 
@@ -389,14 +390,14 @@ def _check_schedulable(spec: RunSpec, num: int, name: str) -> None:
         return
     if schedule == Schedule.ONE_F_ONE_B:
         raise UserError(
-            f"{each} micro-batches per pipeline are fewer than pp = {pp}, which pp.schedule = 1f1b "
-            f"cannot schedule; set {name} to at least {pp * dp}, or pp.schedule = interleaved_1f1b"
+            f"pp.schedule = 1f1b needs at least parallel.pp = {pp} micro-batches per pipeline, but "
+            f"there are {each}; set {name} to at least {pp * dp}, or pp.schedule = interleaved_1f1b"
         )
     good = [m for m in range(max(1, each - pp), each + pp + 1) if schedule.takes(m, pp)]
     raise UserError(
         f"each pipeline has {each} micro-batches per step, but pp.schedule = {schedule} with "
-        f"parallel.pp = {pp} processes them in {each // pp} rounds, each of which must "
-        f"have equally many micro-batches; set {name} to one of {[dp * m for m in good]}"
+        f"parallel.pp = {pp} processes them in {each // pp} rounds, which must "
+        f"have equal numbers of micro-batches; set {name} to one of {[dp * m for m in good]}"
     )
 
 

@@ -39,8 +39,8 @@ class ExpertsSpec:
     )
     every: int = key(
         1,
-        "1 = all layers have experts; 2 = every second layer has experts, the others an MLP of "
-        "model.ffn_hidden_size; and so on (Qwen3-MoE's decoder_sparse_step)",
+        "every n-th layer has experts, and the others have an MLP of model.ffn_hidden_size "
+        "(Qwen3-MoE's decoder_sparse_step); 1 = all layers have experts",
         at_least=1,
         at_most=10_000,
     )
@@ -83,13 +83,13 @@ class ExpertsSpec:
     balance: ExpertBalance = key(
         ExpertBalance.NONE,
         "how experts are kept equally loaded: none = not at all; bias = each expert has a bias, "
-        "which is added to its scores only to choose experts; the bias rises (falls) by a fixed "
-        "amount after each step in which the expert got fewer (more) tokens than the mean; "
+        "which is added to its scores only to choose experts; after each step, the bias rises by a "
+        "fixed amount if the expert got fewer tokens than the mean, and falls if it got more; "
         "aux_loss = an auxiliary loss; both methods count the tokens of all ranks",
     )
     aux_coefficient: float = key(
         1e-3,
-        "coefficient of the load-balancing loss in each layer (only with balance = aux_loss): "
+        "coefficient of each layer's load-balancing loss (balance = aux_loss), often 1e-3 to 1e-2: "
         "num_experts * sum over experts e of f_e * p_e, where f_e is the fraction of the previous "
         "step's tokens routed to e, and p_e the mean router score of e in this step",
         at_least=0,

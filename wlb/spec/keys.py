@@ -88,8 +88,8 @@ REMOVED: dict[str, RemovedKey] = {
         "gradients of keys and values are always summed over CP ranks in float32", "float32"
     ),
     "cp.keep_gathered_kv": RemovedKey(
-        "backward always gathers keys and values again, while the MLP's backward runs (with "
-        "training.recompute = full, the recomputed forward gathers them and backward uses them)",
+        "gathered keys and values are never kept: backward gathers them again, at the same time as "
+        "it computes the MLP (with training.recompute = full, the recomputed forward gathers them)",
         False,
     ),
     "cp.overlap": RemovedKey(
@@ -409,7 +409,8 @@ def apply(
         if is_dataclass(kind):
             if not isinstance(value, dict):
                 raise UserError(
-                    f"{source}: {dotted} is a section, got {value!r}; set one of its keys instead"
+                    f"{source}: {dotted} is a section, so it cannot be set to {value!r}; set one "
+                    "of its keys instead"
                 )
             nested = cast("dict[str, Any]", value)
             changes[name] = apply(

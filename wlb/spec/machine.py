@@ -46,7 +46,8 @@ class EpSection:
     stages: int = key(
         1,
         "number of parts into which the experts of each rank are divided; rows for one part travel "
-        "between ranks while another part computes; must divide model.experts.num / parallel.ep",
+        "between ranks while another part computes; must divide model.experts.num / parallel.ep; "
+        "1 = off",
         at_least=1,
         at_most=64,
     )
@@ -81,7 +82,7 @@ class ClusterSection:
     overhead: float = key(
         0.0,
         "time that a simulated step spends outside forward and backward passes (host, input, "
-        "jitter), divided by the mean over ranks of the time spent in passes",
+        "jitter), as a fraction of the mean time that its ranks spend in passes, such as 0.05",
         at_least=0,
         at_most=1000,
     )

@@ -137,10 +137,9 @@ class ParallelSpec:
     )
     ep: int = key(
         1,
-        "expert-parallel degree: number of ranks over which the experts of a layer "
-        "(model.experts) are divided; these ranks are consecutive in dp x cp x tp order; with "
-        "fsdp.shard_size, all of them belong to the same copy of the parameters, which has "
-        "shard_size x tp ranks",
+        "expert-parallel degree: number of consecutive ranks (in dp x cp x tp order) over which "
+        "the experts of a layer (model.experts) are divided; must divide dp x cp x tp, and, if "
+        "fsdp.shard_size is set, shard_size x tp, the ranks of one copy of the parameters",
         unit="ranks",
         at_least=1,
         at_most=65_536,
@@ -187,7 +186,11 @@ class ParallelSpec:
 class PipelineSection:
     """Section [pp]: schedule and stages of a pipeline."""
 
-    schedule: Schedule = key(Schedule.INTERLEAVED_1F1B, "order of forward and backward passes")
+    schedule: Schedule = key(
+        Schedule.INTERLEAVED_1F1B,
+        "order of forward and backward passes; the interleaved schedules allow virtual_stages, and "
+        "interleaved_zero_bubble also fills idle time with separate weight-gradient passes",
+    )
     virtual_stages: int = key(
         1,
         "virtual stages (model chunks) per pipeline rank; more than 1 needs an interleaved "
@@ -219,10 +222,10 @@ class CpSection:
 
     overlap_stages: int = key(
         0,
-        "number of parts in which keys and values of other CP ranks arrive; while a part travels, "
-        "the rank attends to the keys that arrived before, and the outputs are merged at the end; "
-        "each part costs a kernel launch and copies, so use 1 within a node (more may help between "
-        "nodes); 0 = no overlap, with a single attention call after the whole exchange",
+        "number of parts in which a rank receives the keys and values of other CP ranks; while a "
+        "part travels, the rank computes attention to the keys that it has already (first its "
+        "own); each part costs a kernel launch and copies, so use 1 within a node (more may help "
+        "between nodes); 0 = no overlap: attention in one call after the whole exchange",
         at_least=0,
         at_most=64,
     )
@@ -259,8 +262,8 @@ class DataSection:
     )
     corpus: str = key(
         "stdlib",
-        'text to train on: "stdlib" (sources of Python\'s standard library), "docstrings" (chat '
-        "conversations made from the docstrings of this library) or a folder of UTF-8 files",
+        'text to train on: "stdlib" (source code of Python\'s standard library), "docstrings" '
+        "(chat conversations made from the docstrings in that code) or a folder of UTF-8 files",
     )
     bpe_vocab_size: int = key(
         4096,
@@ -330,9 +333,9 @@ class CostSection:
         1.0,
         "expected load of the busiest rank of an EP group: the number of rows that its experts "
         "process in a layer, divided by the mean over the group; predicted times and memory of "
-        "experts are multiplied by this load; 1 = all ranks have equal loads; a run's summary "
-        "(load of ranks) and metrics.jsonl (experts.rank) have the measured load; a profile from "
-        "--calibrate does not contain the load",
+        "experts are multiplied by it; 1 = equal loads; take the measured load from a run's "
+        "summary (load of ranks) or metrics.jsonl (experts.rank), also if the profile is from "
+        "--calibrate, because it does not contain the load",
         at_least=1,
         at_most=4096,
     )

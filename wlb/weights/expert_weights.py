@@ -143,10 +143,10 @@ def _type_without_head_norms(spec: ModelSpec) -> str:
     experts = spec.experts
     if spec.sliding_window:
         raise UserError(
-            f"model.sliding_window = {spec.sliding_window} cannot be exported: without "
-            "model.qk_norm the model would be exported as Mixtral or OLMoE, but of the models with "
-            "experts that wlb supports only Qwen3-MoE has windows; train with model.qk_norm = true "
-            "or with model.sliding_window = 0"
+            f"model.sliding_window = {spec.sliding_window} cannot be exported without "
+            "model.qk_norm, because the only supported model type with experts and windows is "
+            "Qwen3-MoE, which always has qk_norm; train with model.qk_norm = true or with "
+            "model.sliding_window = 0"
         )
     if spec.num_expert_layers < spec.num_layers:
         raise UserError(

@@ -70,7 +70,7 @@ def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
     assert "model.num_layers = 4 must be at least pp 8" in layers.message
     schedule = by_reason["the schedule does not fit the numbers of layers, stages or micro-batches"]
     assert (
-        "micro-batches per pipeline are fewer than pp = 4, which pp.schedule = 1f1b"
+        "pp.schedule = 1f1b needs at least parallel.pp = 4 micro-batches per pipeline"
         in schedule.message
     )
     assert (

@@ -109,9 +109,9 @@ def _check_slices(trainer: Any) -> None:
         )
     if trainer.top_entropy_quantile < 1.0:
         raise UserError(
-            f"top_entropy_quantile = {trainer.top_entropy_quantile} compares the tokens of a "
-            "micro-batch with each other, but balanced micro-batches have completions of "
-            f"different lengths; set top_entropy_quantile = 1.0, {one_slice}"
+            f"top_entropy_quantile = {trainer.top_entropy_quantile} selects tokens by comparing "
+            "them with the other tokens of their micro-batch, so the selection would depend on how "
+            f"completions are balanced; set top_entropy_quantile = 1.0, {one_slice}"
         )
 
 

@@ -221,8 +221,8 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
     trained = [p for p in tried if p.summary.num_steps]
     if tried and not trained:
         raise UserError(
-            "no setting trained a step before the data ended, because all documents waited until "
-            "the flush; give more global batches, or lower the thresholds"
+            f"none of the {len(tried)} settings trained a step, because all documents still waited "
+            "when the data ended; give more global batches or higher thresholds"
         )
     if not tried:
         raise UserError(
