@@ -157,7 +157,7 @@ def test_settings_are_not_taken_for_an_output(
     for name in ("demo", str(mine)):
         assert main([*words, name, "--synthetic", "wlb_paper"]) == 2
         err = capsys.readouterr().err
-        assert f"{name} follows an option that takes a file to write, but {name} is a" in err
+        assert f"{name} is a preset or a TOML file with settings, but stands where" in err
     assert mine.read_text("utf-8") == "[data]\n"
     assert not Path("demo").exists()
 

@@ -217,7 +217,7 @@ def test_a_tokenizer_with_a_prefix_space_is_refused() -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ([], r"record \[\] must be a JSON object with a list of messages"),
+        ([], r"record \[\] is not a JSON object"),
         (
             {"text": "x"},
             r"must have the keys messages, or conversations, .* but has the keys \['text'\]",

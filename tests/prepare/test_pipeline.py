@@ -296,7 +296,7 @@ def test_a_store_of_ones_own_in_the_held_out_place_stays(corpus, tmp_path, fract
     asked = {"heldout_fraction": fraction, "overwrite": overwrite}
     with pytest.raises(
         ValueError,
-        match=r"would replace or remove the store .*mix-heldout, which has another origin",
+        match=r"would replace or remove the store .*mix-heldout, which was not made with it",
     ):
         prepare_store(options(corpus, out, **asked))
     assert contents(theirs, SUFFIXES[:3]) == before

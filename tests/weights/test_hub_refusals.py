@@ -348,11 +348,11 @@ EXPORTS: dict[str, tuple[ModelSpec, str]] = {
     ),
     "a Gemma 3 with capped scores": (
         replace(GEMMA_PARTS, qk_norm=True, attention_softcap=50.0),
-        "it has model.attention_softcap, .* gemma3_text",
+        "the model has model.attention_softcap; .* gemma3_text",
     ),
     "a Gemma 2 with two bases": (
         replace(GEMMA_PARTS, sliding_rope_theta=1e4),
-        "it has model.sliding_rope_theta, .* gemma2",
+        "the model has model.sliding_rope_theta; .* gemma2",
     ),
     "a Gemma 3 that is scaled everywhere": (
         replace(GEMMA_PARTS, qk_norm=True, rope_scaling=RopeScaling(factor=2.0)),

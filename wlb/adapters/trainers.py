@@ -73,7 +73,9 @@ class BalancedCollator:
 
 
 class PlannedTrainer:
-    """Base class of mixins that plan a Trainer's micro-batches; a mixin comes before the Trainer.
+    """Base class of mixins that plan a Trainer's micro-batches.
+
+    In the bases of a class, list the mixin before the Trainer.
 
     Args:
         *args: Arguments of the Trainer.
@@ -148,8 +150,8 @@ class PlannedTrainer:
         num_ranks = self.args.world_size // (self.get_tp_size() * cp)
         if num_ranks < 1:
             raise UserError(
-                f"{self.args.world_size} processes are fewer than tensor parallelism x cp = "
-                f"{self.get_tp_size()} x {cp}; start more processes"
+                f"{self.args.world_size} processes are too few for tensor parallelism x cp = "
+                f"{self.get_tp_size()} x {cp}; start at least {self.get_tp_size() * cp}"
             )
         _check_loss(self, num_ranks)
         return num_ranks
@@ -225,8 +227,8 @@ def read_by_ours(dataset: Any, *, remove: bool) -> Any:
     masks = [name for name in LOSS_MASKS if name in names]
     if masks and "labels" not in names:
         raise UserError(
-            f"train_dataset has {masks[0]} but no labels, so masked tokens would be trained; add "
-            f"labels that are {IGNORE} where nothing is trained"
+            f"train_dataset has the column {masks[0]} but no labels, so tokens that this mask "
+            f"excludes would be trained; add the column labels, with {IGNORE} at these tokens"
         )
     if not remove or _is_transformed(dataset):
         return dataset
@@ -306,8 +308,7 @@ def _check_accelerator(accelerator: Any) -> None:
     if given.dispatch_batches:
         raise UserError(
             "accelerator_config.dispatch_batches = True would make a resumed run skip a part of "
-            "the data; set dispatch_batches = False, because every process plans the same "
-            "batches and reads only its part"
+            "the data; set dispatch_batches = False, so that every process reads its own part"
         )
     if given.split_batches:
         raise UserError(

@@ -285,9 +285,9 @@ def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = 
     for path in paths:
         if path in presets() or (path and path.endswith(".toml")):
             raise UserError(
-                f"{path} follows an option that takes a file to write, but {path} is a preset or a "
-                f"TOML file with settings; to read these settings, put {path} before the options, "
-                "or write --json - to print JSON"
+                f"{path} is a preset or a TOML file with settings, but stands where an option "
+                f"expects the file to write; move {path} before the options, or write --json - to "
+                "print JSON"
             )
     for path in (*paths, settings):
         if path not in (None, "", "-"):

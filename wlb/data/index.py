@@ -130,8 +130,8 @@ def read_header(
     _, found, *values = header.unpack(data)
     if found != version:
         raise UserError(
-            f"{path} has format version {found}, but wlb reads only version {version}; write the "
-            f"file again"
+            f"{path} has format version {found}, but wlb reads only version {version}; prepare "
+            f"the store again"
         )
     return tuple(values)
 

@@ -64,7 +64,7 @@ def unpermute(image: IntLike, n: int, seed: int, epoch: IntLike | int = 0) -> In
 def _indices(index: IntLike, n: int) -> IntArray:
     """Return `index` as int64; raise UserError unless all its numbers are in [0, n)."""
     if not 1 <= n <= 1 << 62:
-        raise UserError(f"n = {n} must be from 1 to 2**62, as the size of a permutation")
+        raise UserError(f"n = {n}, the size of a permutation, must be from 1 to 2**62")
     positions = np.asarray(index, np.int64)
     if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < n:
         bad = positions[(positions < 0) | (positions >= n)][0]

@@ -86,7 +86,8 @@ TORCH_VARLEN_DETERMINISTIC = TorchVarlenBackend(deterministic=True)
 def _window(segments: Segments) -> list[int]:
     if segments.scores.softcap:
         raise UserError(
-            f"torch_varlen does not support {segments.scores}; set kernels.attention = sdpa"
+            f"torch_varlen does not support a cap on scores (model.attention_softcap = "
+            f"{segments.scores.softcap:g}); set kernels.attention = sdpa"
         )
     if segments.scores.sliding:
         return [segments.scores.sliding - 1, 0]

@@ -401,9 +401,9 @@ class PriceRange:
     def __post_init__(self) -> None:
         if not 0 < self.low <= 1 <= self.high < np.inf:
             raise UserError(
-                f"packing.price_range = {self.low}, {self.high} must have a lower factor above 0 "
-                "and at most 1, and an upper factor that is finite and at least 1; set 1, 1 to "
-                "trust the price of attention exactly"
+                f"packing.price_range = [{self.low}, {self.high}] must be a factor above 0 and at "
+                "most 1, and a finite factor of at least 1; set [1, 1] to balance only for the "
+                "predicted price of attention"
             )
 
     @property

@@ -233,13 +233,14 @@ def caps_of(spec: RunSpec) -> tuple[int, int | None]:
         raise UserError(
             f"packing.memory_gib = {spec.packing.memory_gib} has room for micro-batches of at most "
             f"{s_max} tokens, which is less than data.context_window = {spec.data.context_window}; "
-            "raise parallel.tp, parallel.cp or parallel.pp, or lower data.context_window"
+            "raise packing.memory_gib, parallel.tp, parallel.cp or parallel.pp, or lower "
+            "data.context_window"
         )
     if step_tokens is not None and step_tokens <= spec.tokens_per_step:
         raise UserError(
             f"packing.memory_gib = {spec.packing.memory_gib} has room for steps of at most "
             f"{step_tokens} tokens, but a step must allow more than the {spec.tokens_per_step} "
             "tokens of a global batch; lower packing.s_max or data.context_window, or raise "
-            "parallel.tp, parallel.cp or parallel.pp"
+            "packing.memory_gib, parallel.tp, parallel.cp or parallel.pp"
         )
     return s_max, step_tokens

@@ -147,7 +147,7 @@ class Conversation:
 
     @property
     def literals(self) -> str:
-        """The text that a template may write besides contents: tools, calls, names and ids."""
+        """Text that is not in messages' contents: tools, tool calls, tool names and call ids."""
         texts = [text for m in self.messages for text in (m.tool_calls, m.name, m.call_id)]
         return "\n".join(filter(None, [self.tools, *texts]))
 
@@ -165,7 +165,8 @@ def conversation_of(record: object) -> Conversation:
     """
     if not isinstance(record, Mapping):
         raise UserError(
-            f"the record {_short(record)} must be a JSON object with a list of messages"
+            f"the record {_short(record)} is not a JSON object; write each record as an object, "
+            'such as {"messages": [...]}'
         )
     given = cast("Mapping[str, Any]", record)
     data = {key: value for key, value in given.items() if value is not None}

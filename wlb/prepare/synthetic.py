@@ -101,8 +101,8 @@ def _endless_text(documents: TextDocuments) -> Iterator[IntArray]:
                 yield np.frombuffer(text.encode(), np.uint8).astype(np.int64)
         if not found:
             raise UserError(
-                f"{documents.description} has no UTF-8 text for the documents of the store; give "
-                f"files with text"
+                f"{documents.description} has no UTF-8 text with which the store could be filled; "
+                f"give files with text"
             )
 
 

@@ -480,7 +480,7 @@ def fit_alpha_beta(
     if beta <= 0:
         raise UserError(
             f"{op}: the times {list(times_ns)} ns do not grow with the buffers' sizes "
-            f"{list(sizes)} bytes; measure larger buffers"
+            f"{list(sizes)} bytes; measure again on an idle machine, or with larger buffers"
         )
     fit = np.abs((alpha + beta * wire) / times - 1)
     # Predict each time with a fit to all other times.

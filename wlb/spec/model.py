@@ -37,7 +37,9 @@ class RopeScaling:
     """Section [model.rope_scaling]: scaling of RoPE frequencies for longer contexts."""
 
     kind: RopeKind = key(
-        RopeKind.LLAMA3, "how RoPE frequencies are scaled; no effect while factor is 1"
+        RopeKind.LLAMA3,
+        "rule that scales RoPE frequencies: llama3 = that of Llama 3.1; linear = all by one "
+        "factor; yarn = YaRN; no effect while factor is 1",
     )
     factor: float = key(
         1.0,
@@ -363,7 +365,7 @@ class ModelSpec:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Number of parameters of each layer, if all layers are of one kind (`LayerKind.model`)."""
+        """Number of parameters of a layer. All layers must be equal, as in `LayerKind.model`."""
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
         if self.experts.num:
             mlp = self.experts.parameters_of(self.hidden_size)

@@ -64,7 +64,7 @@ class PackingSection:
         0,
         "M: micro-batches per step over all pipelines (var_len, bounded); more micro-batches "
         "shorten pipeline bubbles, unless the longest document takes longer than a mean "
-        "micro-batch; 0 = one for each context window of a global batch",
+        "micro-batch; 0 = data.num_windows",
         at_least=0,
         at_most=2**17,
     )
@@ -139,20 +139,21 @@ class PackingSection:
     )
     window_batches: int = key(
         1,
-        "W: number of global batches that are packed together (fixed, capacity)",
+        "W: number of global batches that are packed together (fixed, capacity); more batches "
+        "improve the packing, but delay documents longer",
         unit="global batches",
         at_least=1,
         at_most=10**6,
     )
     window_cut: WindowCut = key(
         WindowCut.ANYWHERE,
-        "which documents may be cut at the end of a window (original, and the usual loader of "
+        "which documents may be cut to fill a window (original, and the usual loader of "
         "planner.baseline): anywhere = any document; short = documents of at most an eighth of a "
-        "window, and longer ones only while 4 windows per micro-batch of a step are open",
+        "window, and longer ones only while 4 windows per micro-batch of a step are partly filled",
     )
     bin_windows: int = key(
         1,
-        "size of a bin in context windows; each bin becomes one micro-batch (capacity)",
+        "size of a bin, which becomes one micro-batch (capacity); larger bins need more memory",
         unit="context windows",
         at_least=1,
         at_most=10_000,

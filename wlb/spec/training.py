@@ -118,7 +118,9 @@ class TrainingSection:
         "shortens steps if norms, RoPE and SiLU take a large part of a layer's time",
     )
     compile_backend: str = key(
-        "inductor", "backend of training.compile, such as inductor, aot_eager or eager"
+        "inductor",
+        "backend of torch.compile if training.compile = true: inductor, aot_eager, eager or "
+        "another backend of torch",
     )
     on_nonfinite: OnNonfinite = key(
         OnNonfinite.STOP,

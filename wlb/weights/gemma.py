@@ -136,9 +136,8 @@ def gemma_type(spec: ModelSpec) -> str:
         words += " and " if lacking and found else ""
         words += f"has model.{', model.'.join(found)}" if found else ""
         raise UserError(
-            f"the model has parts that only Gemma has, but it {words}, so it cannot be exported as "
-            f"{model_type} or as any other model type of Hugging Face; train with exactly the "
-            f"parts of {model_type}"
+            f"the model cannot be exported: {model_type} is the most similar model type of Hugging "
+            f"Face, but the model {words}; train with exactly the parts of {model_type}"
         )
     return model_type
 

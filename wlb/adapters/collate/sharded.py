@@ -172,8 +172,8 @@ def _checked(batch: Mapping[str, Any]) -> dict[str, IntArray]:
     if batch.get("attention_mask") is not None:
         raise UserError(
             "the batch has an attention_mask, which context parallelism does not read; use a "
-            "padding-free collator (PaddingFreeCollator) and remove the mask, so that documents "
-            "are found by where position_ids restart"
+            "padding-free collator (PaddingFreeCollator) and remove the mask; documents are then "
+            "found from position_ids"
         )
     if batch.get("input_ids") is None:
         raise UserError(
