@@ -81,7 +81,7 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
 
 
 def make_and_open(path: Path, *, mode: int = 0o777) -> int:
-    """Create a folder like `make_folder`, open it, and return its file descriptor.
+    """Create a folder and its parents unless they exist; open it and return its file descriptor.
 
     If another process removes the folder before it is open, it is created again.
     """

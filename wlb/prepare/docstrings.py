@@ -88,7 +88,7 @@ def write_docstring_conversations(path: str | Path, documents: TextDocuments | N
 
     Args:
         path: The JSONL file.
-        documents: Python sources, as in `docstring_conversations`. None = the standard library.
+        documents: Python sources with their paths as names. None = the standard library.
     """
     records = docstring_conversations(documents)
     write_text(Path(path), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))

@@ -90,7 +90,7 @@ def rehearse(
 
     Args:
         spec: Configuration of the run.
-        ranks: Ranks to rehearse, as in `chosen_ranks`.
+        ranks: Ranks to rehearse: "all", "one-per-stage" or numbers such as "0,63".
         steps: Number of steps.
         jobs: Number of ranks to rehearse at the same time.
         traces: Whether to record begin and duration of all kernels and transfers.

@@ -296,9 +296,13 @@ def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:
 
 
 def _with_layers_ahead(program: Program, stage: int) -> Program:
-    """Add FSDP's collectives to the instructions of a rank with one stage, `stage`.
+    """Add FSDP's collectives to the instructions of a rank that has a single stage.
 
     Parameters are gathered before the first pass, and gradients are reduced at the end.
+
+    Args:
+        program: Instructions of the rank.
+        stage: Number of its stage.
     """
     first = next(k for k, i in enumerate(program) if isinstance(i, RunPass))
     return [*program[:first], Gather(stage), Prefetch(stage), *program[first:], Reduce(stage)]
