@@ -79,9 +79,9 @@ def _add_restrictions(parser: argparse.ArgumentParser) -> None:
             nargs="+",
             type=number(int),
             default=[],
-            help=f"try only these values of parallel.{axis}",
+            help=f"try only these values of parallel.{axis} (default: all that are possible)",
         )
-    text = "try only these values of pp.virtual_stages"
+    text = "try only these values of pp.virtual_stages (default: all that are possible)"
     parser.add_argument(
         "--virtual-stages", nargs="+", type=number(int), default=[], metavar="V", help=text
     )

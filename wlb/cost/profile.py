@@ -296,7 +296,7 @@ class AttentionTable:
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"attention.num_heads = {self.num_heads} must be a multiple of "
-                f"attention.num_kv_heads = {self.num_kv_heads}; change one of the two"
+                f"attention.num_kv_heads = {self.num_kv_heads}; correct the profile"
             )
         if any(a >= b for a, b in pairwise((0, *self.padded_lengths))):
             raise UserError(

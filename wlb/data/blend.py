@@ -484,8 +484,9 @@ def open_batches(
         )
     if not shuffle:
         raise UserError(
-            f"the blend {store.prefix} cannot be read with shuffle = false, because its stores "
-            "have no common order; set shuffle = true, or read a single store"
+            f"the blend {store.prefix} cannot be read with shuffle = false, because a blend "
+            "does not say in which order to read its stores; set shuffle = true, or read a single "
+            "store"
         )
     return BlendedBatches(
         store.stores, store.weights, tokens_per_batch=tokens_per_batch, seed=seed, epochs=epochs

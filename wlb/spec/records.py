@@ -28,7 +28,7 @@ class EvalSection:
     steps: int = key(
         4,
         "number of held-out global batches that each evaluation uses; 0 = no evaluation",
-        unit="steps",
+        unit="global batches",
         at_least=0,
         at_most=10**6,
     )

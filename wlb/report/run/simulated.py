@@ -35,9 +35,9 @@ def simulate_step(records: RunRecords, record: StepRecord) -> Simulation:
     name, device = start.get("train_store"), str(start.get("device", ""))
     if not name or not device:
         raise UserError(
-            f"step {record.steps_done} has no measured timeline, and cannot be simulated, because "
-            "metrics.jsonl does not record the run's token store and device; set --step to a step "
-            "whose timeline was measured"
+            f"step {record.steps_done} has no measured timeline, and cannot be simulated "
+            "either, because metrics.jsonl does not record the run's token store and device; set "
+            "--step to a step whose timeline was measured"
         )
     store: StoreName = name if isinstance(name, str) else tuple(str(part) for part in name)
     first = records.learned_from
