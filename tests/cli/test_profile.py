@@ -107,7 +107,9 @@ def test_records_give_a_node_as_many_ranks_as_is_said_and_no_other_sweep(small, 
     # The records are kept for the same sweep alone.
     assert profile(tmp_path, "--no-plots", "--set", "model.hidden_size=96") == 2
     told = capsys.readouterr().err
-    assert "mine.sweep.jsonl has the records of a different sweep (model.hidden_size: " in told
+    assert (
+        "mine.sweep.jsonl has measurements made under other conditions (model.hidden_size: " in told
+    )
     assert " in the file, 96 now); remove the file" in told
     assert "remove the file or give another --out" in told
 

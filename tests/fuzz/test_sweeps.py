@@ -76,5 +76,5 @@ def test_whole_records_are_taken_from_the_file(path: Path) -> None:
 def test_a_record_of_no_numbers_is_refused_by_its_line(path: Path, numbers: Any) -> None:
     lines = [LINES[0], {**RECORDS[0], "numbers": numbers}]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    with pytest.raises(UserError, match=r"line 2 of .* is not a record of a sweep"):
+    with pytest.raises(UserError, match=r"line 2 of .* is not a measurement by"):
         RecordFile(path, HEADER)

@@ -83,7 +83,7 @@ def test_another_sweep_s_file_is_refused_by_what_differs_and_kept(tmp_path: Path
     _sweep(path, _counted([], 1))
     before = path.read_text("utf-8")
     other = {**HEADER, "device": "a GPU", "dtype": "bfloat16"}
-    with pytest.raises(ValueError, match="a different sweep") as caught:
+    with pytest.raises(ValueError, match="measurements made under other conditions") as caught:
         RecordFile(path, other)
     message = str(caught.value)
     assert "device: 'a CPU' in the file, 'a GPU' now" in message
@@ -96,7 +96,7 @@ def test_another_sweep_s_file_is_refused_by_what_differs_and_kept(tmp_path: Path
 def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, text: str):
     path = tmp_path / "records.jsonl"
     path.write_text(text, "utf-8")
-    with pytest.raises(ValueError, match="not a file of sweep records"):
+    with pytest.raises(ValueError, match="not a file of measurements by `wlb profile`"):
         RecordFile(path, HEADER)
     assert path.read_text("utf-8") == text
 
@@ -186,7 +186,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str):
     path = tmp_path / "records.jsonl"
     _sweep(path, _counted([], 1))
     path.write_text(path.read_text("utf-8") + line, "utf-8")
-    with pytest.raises(ValueError, match=r"line 3 of .*records\.jsonl is not a record of a sweep"):
+    with pytest.raises(ValueError, match=r"line 3 of .*records\.jsonl is not a measurement by"):
         RecordFile(path, HEADER)
 
 

@@ -299,8 +299,8 @@ def _synthetic(options: argparse.Namespace, screen: Console) -> int:
             given += f" --{option} {value}"
     if given:
         raise UserError(
-            f"{given.strip()} has no effect with --synthetic, which makes documents of one token "
-            f"for each byte; remove {given.strip()}"
+            f"{given.strip()} has no effect with --synthetic, which always makes one token of "
+            f"each byte; remove {given.strip()}"
         )
     prepare_synthetic(
         options.out,

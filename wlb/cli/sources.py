@@ -207,8 +207,8 @@ def batches_of(
         stream = GlobalBatches(source, shuffle=not options.in_order, **data)
     elif options.in_order:
         raise UserError(
-            f"--in-order cannot be used with data.blend ({source.name}), because the documents of "
-            f"several token stores have no common order; remove --in-order"
+            f"--in-order cannot be used with data.blend ({source.name}), because a blend "
+            f"does not say in which order to read its stores; remove --in-order, or set data.store"
         )
     else:
         # Pass only lengths, because predicted times do not depend on which tokens have labels.

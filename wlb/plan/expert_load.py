@@ -56,7 +56,7 @@ class ExpertLoad:
                 f"a record of the load of experts has {len(of['layers'])} entries in `layers`, "
                 f"{len(of['expert'])} in `expert`, {len(of['rank'])} in `rank` and "
                 f"{len(of['ranks'])} in `ranks`; the first three numbers must be equal, and none "
-                f"may be 0; restore the record as wlb wrote it"
+                f"may be 0; restore the original record"
             )
         layers = tuple(round(layer) for layer in data["layers"])
         return cls(layers=layers, expert=of["expert"], rank=of["rank"], ranks=of["ranks"])

@@ -351,7 +351,8 @@ def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> Fl
         if not known.size:
             if i == 0:
                 raise UserError(
-                    f"the sweep has no grid point with {axis_q[0]:.0f} queries; run the sweep again"
+                    f"no attention call with {axis_q[0]:.0f} queries was measured; run "
+                    f"`wlb profile` again with another --out"
                 )
             out[i] = out[i - 1]
             known = np.flatnonzero(np.isfinite(out[i]))

@@ -191,7 +191,7 @@ def fit_head(records: Sequence[Record], provenance: Provenance) -> HeadCost:
     mine = measured(records, "head")
     if not mine:
         raise UserError(
-            "the sweep has no record of the output head; run the sweep again to measure the head"
+            "the output head was not measured; run `wlb profile` again with another --out"
         )
     middle = np.median([r.point["tokens"] for r in mine])
     large = [r for r in mine if r.point["tokens"] >= middle]

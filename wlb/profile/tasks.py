@@ -109,12 +109,14 @@ class RecordFile:
             first, *lines = self.path.read_text("utf-8").splitlines(keepends=True)
         except UnicodeDecodeError:
             raise UserError(
-                f"{self.path} is not a file of sweep records; move it away, or give another --out"
+                f"{self.path} is not a file of measurements by `wlb profile`; move it away, or "
+                f"give another --out"
             ) from None
         found = _loaded(first).get("header")
         if not isinstance(found, dict):
             raise UserError(
-                f"{self.path} is not a file of sweep records; move it away, or give another --out"
+                f"{self.path} is not a file of measurements by `wlb profile`; move it away, or "
+                f"give another --out"
             )
         stored, now = dict(flat(found)), dict(flat(json.loads(json.dumps(header))))
         differences = ", ".join(
@@ -124,8 +126,8 @@ class RecordFile:
         )
         if differences:
             raise UserError(
-                f"{self.path} has the records of a different sweep ({differences}); remove the "
-                f"file or give another --out"
+                f"{self.path} has measurements made under other conditions ({differences}); remove "
+                f"the file or give another --out"
             )
         whole = [line for line in lines if line.endswith("\n")]
         if len(whole) != len(lines):
@@ -138,8 +140,8 @@ class RecordFile:
                 continue
             if (record := _record_of(data)) is None:
                 raise UserError(
-                    f"line {number} of {self.path} is not a record of a sweep; remove the line or "
-                    f"the file"
+                    f"line {number} of {self.path} is not a measurement by `wlb profile`; remove "
+                    f"the line or the file"
                 )
             self.records[_key(record.kind, record.point)] = record
 

@@ -79,7 +79,7 @@ class PackingSection:
     )
     step_tokens: float = key(
         0.0,
-        "T: most tokens of a step, in global batches (var_len, bounded); 0 = only S_max limits "
+        "T: most tokens of a step (var_len, bounded); 0 = only S_max limits "
         "steps; with 0 or a large value such as 1.5, steps differ much in tokens, so set "
         "training.loss_normalizer = constant to weigh all targets equally",
         unit="global batches",

@@ -243,7 +243,7 @@ def test_a_step_without_a_timeline_is_simulated_or_the_page_says_why_not(tmp_pat
     assert "Step 7 has no measured timeline" in other
     assert "cannot be simulated here: " in other
     with pytest.raises(
-        ValueError, match=r"--step 30 is not a recorded step of .*give a step from 1 to 20"
+        ValueError, match=r"--step 30: .* has no such step.*give another step from 1 to 20"
     ):
         run_page(records, step=30)
 

@@ -135,8 +135,8 @@ class RunRecords:
                 return step
         shown = [s.steps_done for s in self.steps]
         raise UserError(
-            f"--step {steps_done} is not a recorded step of {self.folder / 'metrics.jsonl'} that "
-            f"trained tokens; give a step from {min(shown)} to {max(shown)}"
+            f"--step {steps_done}: {self.folder / 'metrics.jsonl'} has no such step, or the step "
+            f"trained no token; give another step from {min(shown)} to {max(shown)}"
         )
 
 
