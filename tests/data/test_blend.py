@@ -193,7 +193,7 @@ def test_refuses_states_of_a_single_store_and_damaged_ones():
     alone = GlobalBatches(source([4]), tokens_per_batch=5, seed=0)
     with pytest.raises(ValueError, match=r"the state of a blend must have .*data\.blend"):
         batches.next(alone.start())
-    with pytest.raises(ValueError, match="one number for each of the 2 stores"):
+    with pytest.raises(ValueError, match="one for each of the 2 stores in each of the lists"):
         batches.next({**batches.start(), "tokens_read": [0]})
 
 

@@ -111,7 +111,11 @@ def test_seeds_and_epochs_give_unrelated_orders():
 
 @pytest.mark.parametrize(
     ("index", "n", "message"),
-    [([0], 0, "n = 0 must be"), ([3], 3, "index 3 is outside"), ([-1], 3, "index -1")],
+    [
+        ([0], 0, "n = 0, the size of a permutation, must be"),
+        ([3], 3, "index 3 is outside"),
+        ([-1], 3, "index -1"),
+    ],
 )
 def test_refuses(index, n, message):
     with pytest.raises(ValueError, match=message):

@@ -202,7 +202,9 @@ def test_text_beside_records_is_refused_not_trained(tmp_path):
     (tmp_path / "empty.md").touch()
     (tmp_path / "about.json").write_text('{"default": {}}')
     write_lines(tmp_path / "data" / "a.jsonl", "line")
-    message = r"has 2 files of records, such as data/a\.jsonl, and 1 files that .* as README\.md; "
+    message = (
+        r"has 2 files of records, such as data/a\.jsonl, and 1 files that .* as README\.md, so .*; "
+    )
     with pytest.raises(ValueError, match=message + r".*'.*/\*\*/\*\.jsonl'"):
         read(tmp_path)
     with pytest.raises(ValueError, match=r"has 2 files of records, such as a\.jsonl"):

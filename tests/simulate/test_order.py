@@ -140,7 +140,7 @@ def test_equal_to_torch(schedule, pp, v, n):
     [
         (Schedule.ONE_F_ONE_B, 2, 2, 2, "virtual_stages = 2"),
         (Schedule.ONE_F_ONE_B, 4, 1, 3, "at least parallel.pp = 4"),
-        (Schedule.INTERLEAVED_1F1B, 4, 2, 9, "in 2 rounds, each of which must"),
+        (Schedule.INTERLEAVED_1F1B, 4, 2, 9, "in 2 rounds, which must have equal numbers"),
         (Schedule.INTERLEAVED_1F1B, 0, 2, 9, "pp = 0"),
         (Schedule.INTERLEAVED_1F1B, 2, 1, 0, "num_micro_batches = 0"),
     ],

@@ -122,7 +122,12 @@ def read_header(
     """
     with open(path, "rb") as file:
         data = file.read(header.size)
-    if len(data) < header.size or not data.startswith(magic):
+    if len(data) < header.size and data.startswith(magic):
+        raise UserError(
+            f"{path} {what}: the file has only {len(data)} bytes, but a header has {header.size}; "
+            f"{remedy}"
+        )
+    if not data.startswith(magic):
         raise UserError(
             f"{path} {what}: the file starts with {data[: len(magic)]!r} instead of {magic!r}; "
             f"{remedy}"

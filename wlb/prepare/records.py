@@ -243,8 +243,9 @@ def _refuse_mixed(text: str, files: Sequence[InputFile]) -> None:
     folder = text if Path(text).is_dir() else first.parent
     raise UserError(
         f"{text} has {len(records)} files of records, such as {named.name}, and {len(texts)} files "
-        f"that would be read as plain text, such as {texts[0].name}; give the files to prepare, or "
-        f"a pattern that only they match, such as '{Path(folder, '**', f'*{suffix}')}'"
+        f"that would be read as plain text, such as {texts[0].name}, so it is unclear which are "
+        f"documents; give the files to prepare, or a pattern that only they match, "
+        f"such as '{Path(folder, '**', f'*{suffix}')}'"
     )
 
 
