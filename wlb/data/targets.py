@@ -241,5 +241,5 @@ def _check_spans(
         raise UserError(
             f"{path}: span {i} of trained tokens is [{start[i]}, {stop[i]}), but spans must not be "
             f"empty, must start after the end of the previous span, and must each be inside one "
-            f"document, without its first token; copy or prepare the store again"
+            f"document and not contain its first token; copy or prepare the store again"
         )
