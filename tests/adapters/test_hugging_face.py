@@ -268,7 +268,9 @@ def test_columns_that_no_model_takes_do_not_hide_what_masks_the_loss(tmp_path: P
     for mask in ("completion_mask", "assistant_masks", "loss_mask"):
         for remove in (True, False):
             masked = Dataset.from_dict({**rows, mask: [[0, 1, 1], [0, 1]]})
-            with pytest.raises(ValueError, match=f"train_dataset has {mask} but no labels"):
+            with pytest.raises(
+                ValueError, match=f"train_dataset has the column {mask} but no labels"
+            ):
                 first_batch(tmp_path, masked, remove_unused_columns=remove)
     padded = Dataset.from_dict(rows | {"attention_mask": [[1, 1, 0], [1, 1]]})
     with pytest.raises(ValueError, match="tokenize without padding"):

@@ -50,7 +50,7 @@ def test_files_that_are_no_text_are_left_out(tmp_path: Path) -> None:
     assert set(tokens.tolist()) <= {*b"abc", EOS}
     (tmp_path / "text" / "a.txt").unlink()
     documents = folder_documents(tmp_path / "text")
-    with pytest.raises(UserError, match="has no UTF-8 text for the documents"):
+    with pytest.raises(UserError, match="has no UTF-8 text with which"):
         made(tmp_path / "none", documents=documents)
 
 

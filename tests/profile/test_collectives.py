@@ -110,7 +110,7 @@ def test_times_that_do_not_grow_are_noted_and_do_not_lose_the_sweep():
     assert costs[Collective.ALL_GATHER, Scope.INTRA_NODE].provenance.kind == ProvenanceKind.MEASURED
     (note,) = notes
     assert note.startswith("intra_node p2p: the times ")
-    assert "measure larger buffers; until then the profile has an assumed cost for" in note
+    assert "larger buffers; until then the profile has an assumed cost for" in note
     assumed = costs[Collective.P2P, Scope.INTRA_NODE].provenance
     assert assumed.kind == ProvenanceKind.ASSUMED
     assert assumed.source.startswith("measured, but the times could not be fitted: profile cpu")
