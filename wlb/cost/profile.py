@@ -631,7 +631,7 @@ class KernelProfile:
         if self.dtype not in DTYPE_BYTES:
             raise UserError(
                 f"dtype = {self.dtype!r} must be one of {', '.join(DTYPE_BYTES)}; measure the "
-                "profile again in one of these"
+                "profile again with one of these data types"
             )
         if not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UserError(

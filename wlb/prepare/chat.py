@@ -355,8 +355,8 @@ def _check_parts(tokenizer: "Tokenizer") -> None:
     ]
     if encoded[0] != encoded[1] + encoded[2]:
         raise UserError(
-            "the tokenizer adds a space in front of each text, but wlb encodes a conversation in "
-            "parts, and there must be no such space inside the conversation; use a tokenizer that "
+            "the tokenizer adds a space in front of each text, so the parts in which wlb encodes a "
+            "conversation would begin with spaces that are not in it; use a tokenizer that "
             "adds no space, such as a byte-level BPE with add_prefix_space = false"
         )
 

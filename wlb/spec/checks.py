@@ -138,8 +138,8 @@ def _check_name(spec: RunSpec) -> None:
     name = spec.run.name
     if name in ("", ".", "..") or Path(name).name != name or not name.isprintable():
         raise UserError(
-            f"run.name = {name!r} must be the name of one folder, without slashes, line ends and "
-            f"other control characters"
+            f"run.name = {name!r} must be the name of one folder, without slashes or control "
+            f"characters (such as line ends)"
         )
     if Path(spec.run.output_dir, name) == spec.run.stores_dir:
         raise UserError(
