@@ -485,8 +485,8 @@ def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
         while offset < stop and (line := file.readline(_MOST_BYTES + 1)):
             if len(line) > _MOST_BYTES:
                 raise UserError(
-                    f"{path}: the line at byte {offset} has more than {_MOST_BYTES} bytes; split it "
-                    f"into several documents"
+                    f"{path}: the line at byte {offset} has more than {_MOST_BYTES} bytes; split "
+                    f"it into several documents"
                 )
             num_blank = 0 if line.strip() else num_blank + 1
             if num_blank > _MOST_BLANK:
