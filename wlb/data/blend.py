@@ -316,10 +316,10 @@ class BlendedBatches(BatchStream):
         if not documents.all():
             return False
         last = [int(self._block(n, d - 1, 1)[1][0]) for n, d in enumerate(documents.tolist())]
-        # Documents are read in the order of their tags (tokens before the document in its source,
-        # over the weight of the source), while the tag is below `_end_of(epochs)`. So `state` is
-        # the end if, in each source, the tag of the last document that was read is below that limit
-        # and the tag of the next document is not.
+        # A document's tag is the number of tokens before it in its source, divided by the weight of
+        # the source. Documents are read in the order of their tags, and an epoch ends before the
+        # first tag that reaches `_end_of`. So an epoch ends at `state` if, in each source, the tag
+        # of the last document that was read is below that limit and the next document's is not.
         least = float((tokens / self._weights).min())
         latest = float(((tokens - np.array(last)) / self._weights).max())
         epochs = int(least / self._end_of(1))

@@ -91,8 +91,8 @@ class Way(Protocol):
     # Order in which the N = T * K copies of rows are sent, stage by stage. Each of the T rows goes
     # to K experts, and copy i is a copy of row i // K.
     order_N: Tensor
-    # When backward sends the gradients of the experts' outputs (the trip `back`): True means in the
-    # layer's recomputation (see `FirstPass`), False means before it.
+    # Whether backward sends the gradients of the experts' outputs (the trip `back`) only while the
+    # layer is recomputed (see `FirstPass`). If False, it sends them before that.
     starts_late: bool
 
     @property

@@ -106,7 +106,7 @@ class StepPrices:
     exchange_forward_ns: IntArray
     exchange_backward_ns: IntArray  # the same sum in backward, [steps, dp, n]
     # All other work of one layer by kind of pass, for each kind in `ModelSpec.layer_kinds`. It
-    # includes an all-gather of keys and values.
+    # includes the time of an all-gather of keys and values, to which `exchange_*_ns` are added.
     linear: tuple[dict[PassKind, TermPrices], ...]
     # Prices of embedding and head, by (kind of pass, whether it is the last stage).
     ends: dict[tuple[PassKind, bool], TermPrices]

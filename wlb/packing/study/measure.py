@@ -121,7 +121,11 @@ class StepLoads:
         self._num = 1
 
     def add(self, work_ns: IntArray) -> float:
-        """Add a step with this work in each micro-batch; return the mean work of a micro-batch."""
+        """Add a step, and return the mean work of its micro-batches.
+
+        Args:
+            work_ns: Work of each micro-batch of the step.
+        """
         self._num = work_ns.size
         self._slowest_and_sum.append((int(work_ns.max()), int(work_ns.sum())))
         return self._slowest_and_sum[-1][1] / self._num
