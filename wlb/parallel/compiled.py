@@ -73,9 +73,9 @@ def _compile_attention(layer: Any, backend: str) -> None:
     """Compile the first half of a layer with experts: its norm and attention.
 
     Backward then starts the gather of K and V inside the compiled graph, when it reaches the output
-    of this half. (Otherwise it starts the gather at the output of the layer.) Outside of the graph it
-    must not start: autograd would then pass the buffer of gathered rows into the graph in the place
-    of a gradient, and torch may copy such a tensor before the transfer has filled it.
+    of this half. (Otherwise it starts the gather at the output of the layer.) It must not start
+    outside of the graph: autograd would then pass the buffer of gathered rows into the graph in the
+    place of a gradient, and torch may copy such a tensor before the transfer has filled it.
     """
     first_half = layer.first_half
 
