@@ -142,7 +142,7 @@ REFUSED = {
     "negative cost": (([3, 4],), {"cost": [-1.0, 1.0]}, "sample 0, which has 3 tokens, is -1"),
     "costs": (([3, 4],), {"cost": [1.0]}, "there are 2 samples"),
     "name": (([3, 4],), {"cost": "trl"}, "cost = 'trl' is unknown"),
-    "ratio": (([3, 4],), {"cost": 0.0}, "must be a positive, finite number of tokens"),
+    "ratio": (([3, 4],), {"cost": 0.0}, "must be above 0 and finite; it is the length"),
     "cap": (([3, 41],), {}, "sample 1 has 41 tokens.*max_tokens = 40"),
     "atom": (([30, 20, 5],), {"atoms": [0, 0, 1]}, "atom of sample 0 has 50 tokens.*= 40"),
     "few": (([3],), {}, "1 samples .*1 micro-batches.*2 ranks"),

@@ -239,8 +239,10 @@ def caps_of(spec: RunSpec) -> tuple[int, int | None]:
     if step_tokens is not None and step_tokens <= spec.tokens_per_step:
         raise UserError(
             f"packing.memory_gib = {spec.packing.memory_gib} has room for steps of at most "
-            f"{step_tokens} tokens, but a step must allow more than the {spec.tokens_per_step} "
-            "tokens of a global batch; lower packing.s_max or data.context_window, or raise "
-            "packing.memory_gib, parallel.tp, parallel.cp or parallel.pp"
+            f"{step_tokens} tokens, but they need room for more than a global batch "
+            f"({spec.tokens_per_step} tokens), because documents that waited come on top; lower "
+            "packing.s_max (shorter micro-batches leave more room for the step) or "
+            "data.context_window, or raise packing.memory_gib, parallel.tp, parallel.cp or "
+            "parallel.pp"
         )
     return s_max, step_tokens

@@ -296,11 +296,14 @@ class Carry(PlainRecord):
         arrays = load_arrays(path, what, remedy=remedy)
         with malformed(what, remedy):
             policy, next_step = arrays.pop("policy"), arrays.pop("next_step")
-            if policy.dtype.kind != "U" or next_step.dtype.kind not in "iu" or next_step.ndim:
+            if policy.dtype.kind != "U":
                 raise UserError(
-                    f"{what}: `policy` must be text, but has dtype {policy.dtype}, and `next_step` "
-                    f"one whole number, but has dtype {next_step.dtype} and shape "
-                    f"{next_step.shape}; {remedy}"
+                    f"{what}: `policy` has dtype {policy.dtype} instead of text; {remedy}"
+                )
+            if next_step.dtype.kind not in "iu" or next_step.ndim:
+                raise UserError(
+                    f"{what}: `next_step` must be one whole number, but has dtype "
+                    f"{next_step.dtype} and shape {next_step.shape}; {remedy}"
                 )
             return cls(
                 policy=str(policy),

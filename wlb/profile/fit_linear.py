@@ -191,7 +191,8 @@ def fit_head(records: Sequence[Record], provenance: Provenance) -> HeadCost:
     mine = measured(records, "head")
     if not mine:
         raise UserError(
-            "the output head was not measured; run `wlb profile` again with another --out"
+            "the output head was not measured; run `wlb profile` again with another --out, because "
+            "it skips what it has recorded in a file"
         )
     middle = np.median([r.point["tokens"] for r in mine])
     large = [r for r in mine if r.point["tokens"] >= middle]
