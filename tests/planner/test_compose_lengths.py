@@ -95,7 +95,7 @@ def test_costs_are_those_of_balance_step() -> None:
         ("h100", r"cost = 'h100' is unknown.*load_profile\('h100'\)"),
         ("slime", "cost is 'slime', which can price only whole samples"),
         ([1.0] * len(LENGTHS), "cost is a list, which can price only whole samples"),
-        (-1, "must be a positive, finite number"),
+        (-1, "must be above 0 and finite"),
     ):
         with pytest.raises(UserError, match=said):
             digests(cost=cost)

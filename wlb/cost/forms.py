@@ -66,8 +66,8 @@ def model_of(cost: Cost) -> WorkloadModel | None:
         ratio = float(cast(float, cost))
         if not 0 < ratio < float("inf"):
             raise UserError(
-                f"cost = {cost} must be above 0 and finite; it is the length in tokens of a document "
-                "whose attention costs as much as everything else"
+                f"cost = {cost} must be above 0 and finite; it is the length in tokens of a "
+                "document whose attention costs as much as everything else"
             )
         return FlopsWorkload(quadratic_ns=1e3, linear_ns_per_token=1e3 * ratio, tile_rows=TILE_ROWS)
     return cast(WorkloadModel, cost) if hasattr(cost, "workload_ns") else None

@@ -352,8 +352,8 @@ def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> Fl
             if i == 0:
                 raise UserError(
                     f"no attention call with {axis_q[0]:.0f} queries was measured; run "
-                    f"`wlb profile` again with another --out, because it skips what it has recorded "
-                    f"in a file"
+                    f"`wlb profile` again with another --out, because it skips what it has "
+                    f"recorded in a file"
                 )
             out[i] = out[i - 1]
             known = np.flatnonzero(np.isfinite(out[i]))
