@@ -109,9 +109,9 @@ class BlockCost:
     # Time of one block of backward's grid, which has segments * heads * (key tiles of the longest
     # segment) blocks.
     backward_ns: float
-    # Length of a forward call's tail in ns, for each key that the block in the tail reads.
+    # Time that a forward call's last block runs alone (the tail), in ns for each key that it reads.
     tail_forward_ns: float
-    # Length of a backward call's tail in ns, for each query row that the block in the tail reads.
+    # The same in backward, in ns for each query row that the last block reads.
     tail_backward_ns: float
 
     def __post_init__(self) -> None:

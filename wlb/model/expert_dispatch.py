@@ -140,8 +140,9 @@ class Way(Protocol):
         """Return the routing for recomputing the layer in backward, which sends the same rows.
 
         `begin` of the returned routing does not exchange numbers of rows again, but starts to send
-        the rows. If `starts_late` is set, it then also starts to send the gradients of the experts'
-        outputs, because backward needs them next. For that it uses `back` of this routing.
+        the rows. If `starts_late` is true, `begin` then also starts to send the gradients of the
+        experts' outputs (with `back` of the first pass's routing), because backward needs them
+        next.
         """
         ...
 

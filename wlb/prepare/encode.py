@@ -117,7 +117,7 @@ class EncoderChoice(Protocol):
         ...
 
     def texts(self, record: Record) -> Sequence[str]:
-        """Return the text of a record on which a BPE may be trained.
+        """Return the texts of a record on which a BPE may be trained: one, or several in a chat.
 
         Raises:
             BadRecord: The record is not a document.

@@ -168,7 +168,7 @@ REMOVED: dict[str, RemovedKey] = {
     "telemetry.straggler_records": _constant(3, "STRAGGLER_TABLES", "plan/ranks.py"),
     "telemetry.straggler_threshold": _constant(0.15, "STRAGGLER_THRESHOLD", "plan/ranks.py"),
     "telemetry.timeline_interval": _constant(100, "TIMELINE_INTERVAL", "plan/ranks.py"),
-    "telemetry.trace_ranks": RemovedKey("rank 0 alone is traced", [0]),
+    "telemetry.trace_ranks": RemovedKey("only rank 0 is traced", [0]),
     "tp.overlap": RemovedKey(
         "torch's fused matrix products over symmetric memory were never tested on GPUs; in "
         "backward, TP's collectives overlap with weight gradients anyway",

@@ -147,9 +147,9 @@ class PackingSection:
     )
     window_cut: WindowCut = key(
         WindowCut.ANYWHERE,
-        "which documents may be cut to fill a window (original, and the usual loader of "
-        "planner.baseline): anywhere = any document; short = documents of at most an eighth of a "
-        "window, and longer ones only while 4 windows per micro-batch of a step are partly filled",
+        "which documents may be cut to fill a window (policy original, and planner.baseline): "
+        "anywhere = any document; short = documents of at most an eighth of a window, and longer "
+        "ones only while too many windows are partly filled (4 x the micro-batches of a step)",
     )
     bin_windows: int = key(
         1,
@@ -228,8 +228,9 @@ class PackingSection:
         given = list(self.price_range)
         if len(given) != 2 or not 0 < given[0] <= 1 <= given[1] < math.inf:
             raise UserError(
-                f"packing.price_range = {given} must be two factors: the first above 0 and at most "
-                f"1, the second at least 1; set [1.0, 1.0] to balance predicted times only"
+                f"packing.price_range = {given} must be two factors by which attention may be "
+                f"cheaper (above 0, at most 1) and dearer (at least 1) than predicted; set [1.0, "
+                f"1.0] to balance for the predicted times only"
             )
 
     def _check_method(self) -> None:

@@ -68,15 +68,16 @@ class TelemetrySection:
     )
     warmup_steps: int = key(
         3,
-        "number of steps, after each start of the run, that the summary and --calibrate leave out",
+        "number of first steps after each start of a run that are left out of the run's summary "
+        "and of --calibrate, because a run warms up in them",
         unit="steps",
         at_least=0,
         at_most=10**9,
     )
     trace_steps: tuple[int, ...] = key(
         (),
-        "numbers (as in the run's table) of the steps that torch.profiler traces; each rank writes "
-        "a Perfetto file with every operator and kernel into the run's folder traces/; traced "
+        "steps that torch.profiler traces, by the numbers that the run prints; rank 0 writes a "
+        "file for Perfetto, with every operator and kernel, into traces/ in the run's folder; traced "
         "steps are slower",
         at_least=1,
         at_most=10**9,

@@ -246,10 +246,10 @@ class _MostHeadroomFirst:
         self.headroom[j] -= cost
 
     def _rate(self, j: int) -> float:
-        """Return a number by which to choose the micro-batch of the next short piece: the largest.
+        """Return the priority of micro-batch j. The next short piece goes where it is highest.
 
-        It is by how many ns micro-batch j is faster than the slowest one of its step. If
-        micro-batches must become exactly full, it is this time per free token, because then all
-        free tokens of micro-batch j must still be filled.
+        It is the time in ns by which micro-batch j is faster than the slowest one of its step. If
+        micro-batches must become exactly full, this time is divided by the free tokens of j,
+        because that many tokens will still be added.
         """
         return self.headroom[j] / max(1, self.room[j]) if self.may_cut else self.headroom[j]

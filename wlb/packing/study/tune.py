@@ -108,7 +108,9 @@ class TunePoint:
 
     section: PackingSection  # the setting
     summary: PackingSummary  # result of the setting on the sample
-    own: PackingSection = PackingSection()  # the run's own section, to which `overrides` apply
+    own: PackingSection = (
+        PackingSection()
+    )  # the run's own section, with which `section` is compared
 
     @property
     def objectives(self) -> tuple[float, ...]:

@@ -5,9 +5,9 @@ paper), or by an all-to-all of the rows that each rank reads. The sharding plan 
 variable-length kernel then computes all local spans in one call. With `cp.overlap_stages` there
 are several calls, and the first one reads local keys only, so it needs no exchange.
 
-In forward, `begin` starts the exchange, which hides behind the query projection. In backward, `add`
-starts the exchange at the layer's end, where it hides behind the MLP. No layer loops over documents
-or waits for the device.
+In forward, `begin` starts the exchange, which hides behind the query projection. Backward begins
+at the layer's end. There `add`, the layer's last residual addition, starts the exchange, which
+hides behind the MLP. No layer loops over documents or waits for the device.
 
 Shapes: T local rows, S packed tokens, G key/value heads and H query heads of this TP rank, D head
 size.
@@ -71,8 +71,8 @@ class KvGather(NamedTuple):
 class GatherAgain(NamedTuple):
     """What the end of a layer needs so that its backward can gather K and V a second time."""
 
-    # Placeholders without memory. The end of the layer returns the rows of K and V that it gathers
-    # in backward as their gradients, and so passes the rows to attention's backward.
+    # Placeholders without memory. In backward, the end of the layer gathers the rows of K and V,
+    # and returns them as the placeholders' gradients to pass them to attention's backward.
     slots_R2GD: list[Tensor]
     k_TGD: Tensor  # local keys, which are sent
     v_TGD: Tensor
