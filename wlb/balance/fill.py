@@ -33,7 +33,8 @@ def fewest_bins(tokens: FloatArray, *, num_ranks: int, cap: int) -> int:
     """Return a lower bound on the number of micro-batches that each rank needs.
 
     Args:
-        tokens: Tokens of each unit, shape [num_units].
+        tokens: Tokens of each unit (a sample, or samples that share a micro-batch), shape
+            [num_units].
         num_ranks: Number of ranks.
         cap: Most tokens of a micro-batch.
     """
@@ -111,7 +112,8 @@ def _most_room(
     Two heaps find these bins. Their entries are updated when they reach the top.
 
     Args:
-        work: Work of each unit, in descending order.
+        work: Work of each unit (a sample, or samples that share a micro-batch), in descending
+            order.
         tokens: Tokens of each unit.
         level: Work that each bin should have.
         cap: Most tokens of a bin.
@@ -179,7 +181,8 @@ def best_fit(tokens: FloatArray, *, num: int, cap: int) -> IntArray | None:
     """Assign units by descending tokens, each to the fullest bin that has room (best fit).
 
     Args:
-        tokens: Tokens of each unit, shape [num_units].
+        tokens: Tokens of each unit (a sample, or samples that share a micro-batch), shape
+            [num_units].
         num: Number of bins.
         cap: Most tokens of a bin.
 

@@ -138,8 +138,8 @@ class Segments:
             )
         if short.size and not is_causal:
             raise UserError(
-                f"segment {short[0]} has no keys, which is not valid without a causal "
-                "mask; remove this segment"
+                f"segment {short[0]} has no keys, so its queries have nothing to attend to; remove "
+                "this segment"
             )
         if short.size:
             i = int(short[0])

@@ -53,8 +53,8 @@ class SpanLayout(NamedTuple):
     lengths: tuple[int, ...]  # number of tokens of each span, in the order of the rows
     # (number of the token's chunk) * CHUNK + (position in this chunk), for each token
     slots_T: Tensor
-    steps: tuple[Tensor, ...]  # for each step i the numbers of the spans that have an i-th chunk
-    # for each step the number of those spans; the sum is the number of chunks
+    steps: tuple[Tensor, ...]  # for each step i the indices of the spans that have an i-th chunk
+    # for each step the count of those spans; the sum is the number of chunks
     sizes: tuple[int, ...]
     bounds: "SpanBounds"  # offsets of the spans, for the kernels of flash-linear-attention
 

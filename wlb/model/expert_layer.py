@@ -408,9 +408,9 @@ class MixtureMlp(nn.Module):
 
     @torch.no_grad()
     def rebalance(self) -> None:
-        """Update `balance` (the experts' biases or shares) from the `load` of the last step.
+        """Update `balance` from the `load` of the last step, after the optimiser's update.
 
-        Call this after the optimiser's update.
+        `balance` has each expert's bias, or with the load-balancing loss its share of the rows.
         """
         if self.load is None or self.spec.balance == ExpertBalance.NONE:
             return

@@ -186,10 +186,10 @@ class BoundedPacker(PolicyPacker):
         check_s_max(self.s_max, options)
         if step_tokens <= brought:
             raise UserError(
-                f"a step may have at most {step_tokens} tokens, which is not more than the "
-                f"{brought} ({brought // window} x {window}) of a global batch, so delayed "
-                "documents could never be trained; set packing.step_tokens above 1, and "
-                "packing.s_max above 1, because a step is not longer than its micro-batches"
+                f"a step may have at most {step_tokens} tokens and a global batch brings {brought} "
+                f"({brought // window} x {window}), so delayed documents could never be trained; "
+                "set packing.step_tokens above 1 global batch, and packing.s_max above 1 window, "
+                "because a step holds no more than its micro-batches together"
             )
         if self.delay_price is not None and not 0 < self.delay_price < np.inf:
             raise UserError(f"packing.delay_price = {self.delay_price} must be above 0 and finite")
@@ -818,8 +818,8 @@ def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, In
     """
     limits, num_outliers = waiting.limits, waiting.num_outliers
     num = limits.num_micro_batches
-    # (a) Place the outliers by Algorithm 1. `loads` sums `waiting.rows` over each micro-batch,
-    # shape [3 + num_ends, N].
+    # (a) Place the outliers by Algorithm 1. `loads` sums each row of `waiting.rows` over the
+    # documents of each micro-batch, shape [3 + num_ends, N].
     released = waiting.must_leave[:num_outliers].copy()
     released[int(candidate.first[0]) : int(candidate.end[0])] = True
     released[int(candidate.tail[0]) :] = True

@@ -198,7 +198,9 @@ class _FanOut:
         self._gathering: Tensor | None = None
 
     def receive(self, i: int, grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor) -> None:
-        """Store the gradient of layer i's output, and add the layer's part of x_SC's gradient.
+        """Store the gradient of layer i's output, and add the layer's part to the sum for x_SC.
+
+        The sum of all layers' parts, grad_TF @ weight_FC, is the gradient of their input x_SC.
 
         Args:
             i: Index of the layer.

@@ -64,8 +64,8 @@ class FillPart:
     def taken(self, size: int, cut: FillCut) -> "FillPart":
         """Remove tokens from this part of a document, and return them as a part of their own.
 
-        Both parts keep the work per token of the whole part. That is about right if the tokens are
-        taken from both of its ends.
+        Both parts keep the work per token of the whole part. `cut` decides later which tokens these
+        are. The work is about right if they come from both ends of the part.
 
         Args:
             size: Number of tokens to remove.

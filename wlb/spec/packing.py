@@ -72,7 +72,7 @@ class PackingSection:
         1.5,
         "S_max: most tokens of a micro-batch, in context windows (var_len, bounded); 0 = as many "
         "as fit in the device's memory, but at most 2; with 0, step_tokens is also lowered until "
-        "steps fit",
+        "the activations of a step fit in it, too",
         unit="context windows",
         at_least=0,
         at_most=1000,

@@ -77,8 +77,8 @@ class TelemetrySection:
     trace_steps: tuple[int, ...] = key(
         (),
         "steps that torch.profiler traces, by the numbers that the run prints; rank 0 writes a "
-        "file for Perfetto, with every operator and kernel, into traces/ in the run's folder; traced "
-        "steps are slower",
+        "file for Perfetto, with every operator and kernel, into traces/ in the run's folder; "
+        "traced steps are slower",
         at_least=1,
         at_most=10**9,
     )

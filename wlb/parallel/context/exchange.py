@@ -141,8 +141,8 @@ def stages_of(tensors: list[Tensor], layout: str) -> tuple[list[DeviceStage], Te
     cp, *transfers = layout.split()
     left, stages = list(tensors), list[DeviceStage]()
     for transfer in map(Transfer, transfers):
-        # `flatten` appends tensors in this order: two tensors of offsets, then those in
-        # `ON_DEVICE`.
+        # `flatten` appends tensors in this order: two tensors of offsets, kv_index and inverse, and
+        # then query_rows (all stages but the first) and sent_rows (only for `needed`).
         fixed = (left.pop(0), left.pop(0), left.pop(0), left.pop(0))
         query_rows = left.pop(0) if stages else None
         sent = left.pop(0) if transfer == Transfer.NEEDED else None
