@@ -302,10 +302,12 @@ def test_refusals() -> None:
     ):
         packer(s_max=0.5)
     with pytest.raises(
-        ValueError, match=r"a step may have at most 16384 tokens, .* more than the 16384 "
+        ValueError, match=r"a step may have at most 16384 tokens and a global batch brings 16384 "
     ):
         packer(step_tokens=1.0)
-    with pytest.raises(ValueError, match=r"set packing.step_tokens above 1, and packing.s_max"):
+    with pytest.raises(
+        ValueError, match=r"set packing.step_tokens above 1 global batch, and packing.s_max"
+    ):
         packer(s_max=1.0, step_tokens=None)
     with pytest.raises(ValueError, match="max_delay = 0 must be at least 1"):
         packer(max_delay=0)
