@@ -278,7 +278,10 @@ class _BestFitGroups:
 
 
 class _FirstFitGroups:
-    """Groups of equal bins for first fit: `take` finds the first bins that have room."""
+    """Groups of equal bins for first fit.
+
+    `take` finds, of the groups whose bins have room for a document, the one that was opened first.
+    """
 
     def __init__(self) -> None:
         # Heap of the groups that have room for a document of the current length, as (first bin, end

@@ -135,8 +135,8 @@ class StepPrices:
     def stage_key(self, stage: int) -> tuple[float, ...]:
         """Return a key that is equal for stages whose passes take equal times.
 
-        It consists of the number of layers of each kind, the stage's correction for layers without
-        full attention (`more_others`), and whether the stage is the first or the last.
+        It consists of the number of layers of each kind, of how many layers get the times of
+        `others` (`more_others`), and of whether the stage is the first or the last.
         """
         more = self.more_others[stage] if self.more_others else 0.0
         ends = (stage == 0, stage == self.num_stages - 1)
