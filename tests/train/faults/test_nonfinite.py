@@ -52,6 +52,20 @@ def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     return arrange
 
 
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[Tally]:
+    """The totals of each run that has ended."""
+    tallies: list[Tally] = []
+    run_it = Trainer.run
+
+    def kept(trainer: Trainer) -> Tally:
+        tallies.append(run_it(trainer))
+        return tallies[-1]
+
+    monkeypatch.setattr(Trainer, "run", kept)
+    return tallies
+
+
 def spec_of(folder: Path, corpus: Path, action: str) -> RunSpec:
     training = {"on_nonfinite": action}
     return small_spec(folder, corpus, training=training, checkpoint={"interval": 2})
@@ -116,16 +130,8 @@ def test_many_in_a_row_stop_the_run(
 @pytest.mark.full
 @pytest.mark.process
 def test_rollback_of_a_passing_fault_changes_nothing(
-    corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]], ended: list[Tally]
 ) -> None:
-    ended: list[Tally] = []
-    run_it = Trainer.run
-
-    def kept(trainer: Trainer) -> Tally:
-        ended.append(run_it(trainer))
-        return ended[-1]
-
-    monkeypatch.setattr(Trainer, "run", kept)
     straight, _ = train(spec_of(tmp_path / "straight", corpus, "stop"))
     computed = fail_at({3}, 1)
     run, _ = train(spec_of(tmp_path, corpus, "rollback"))
@@ -146,7 +152,11 @@ def test_rollback_of_a_passing_fault_changes_nothing(
 @pytest.mark.full
 @pytest.mark.process
 def test_rollback_goes_further_back_if_the_newest_checkpoint_is_damaged(
-    corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+    corpus: Path,
+    tmp_path: Path,
+    fail_at: Callable[..., list[int]],
+    ended: list[Tally],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = spec_of(tmp_path, corpus, "rollback")
     train(replace(spec, training=replace(spec.training, steps=2)))
@@ -167,6 +177,7 @@ def test_rollback_goes_further_back_if_the_newest_checkpoint_is_damaged(
     starts = [line["resumed_from"] for line in run.lines if line["kind"] == "start"]
     assert [Path(start).name for start in starts[1:]] == ["step-00000002", "step-00000002"]
     assert run.losses[-4:-1] == run.losses[2:5]
+    assert ended[-1].losses == run.losses[-4:]
 
 
 @pytest.mark.full

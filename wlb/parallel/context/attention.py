@@ -130,15 +130,7 @@ class ContextAttention:
         """Return attention's output [T, H, D], and what `add` needs to gather K and V again.
 
         The second result is None if received rows are kept for backward or there is one CP rank.
-
-        Args:
-            q_THD: Queries of this rank's rows.
-            k_TGD: Keys of this rank's rows.
-            v_TGD: Values of this rank's rows.
-            begun: Result of `begin` for the same k and v. With None this call starts the exchange.
-
-        Raises:
-            UserError: As in `__call__`.
+        Arguments and errors are those of `__call__`.
         """
         try:
             self._check("q", q_THD, self.heads.num_heads)
