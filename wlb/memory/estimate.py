@@ -234,7 +234,7 @@ def most_activation_bytes(spec: RunSpec, *, pp_rank: int, micro_batch_tokens: in
 
 
 def _states(spec: RunSpec, pp_rank: int, tokens: int) -> Iterator[HeldBytes]:
-    """Yield what a rank stores before and after each backward pass.
+    """Yield what a rank stores at each moment at which memory may peak (`_held_at_once`).
 
     Args:
         spec: The run.

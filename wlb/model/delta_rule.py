@@ -190,7 +190,7 @@ class DeltaRule(Protocol):
 
 
 class Chunks(NamedTuple):
-    """What is computed of chunks without the states (symbols: see the module's docstring).
+    """What can be computed of chunks before states are known (symbols: see the module docstring).
 
     The output of a chunk is reads @ (state before the chunk) + own. Shapes: N chunks, H heads, C
     tokens of a chunk, K and V dimensions of a key and a value.

@@ -58,9 +58,9 @@ class Trip(Protocol):
         ...
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
-        """Return the rows and scores of all stages together, which `arrived` returned by stage.
+        """Return the rows and scores of all stages, [M, ...]; `arrived` returned parts of them.
 
-        This object drops its references to them.
+        This object drops its references to these tensors.
         """
         ...
 

@@ -511,7 +511,7 @@ class Candidates:
         return np.where(self.end > self.first, self.end, self.num_outliers)
 
     def released(self, running: IntArray) -> IntArray:
-        """Sum a value, such as tokens, over the outliers in each candidate (a set of outliers).
+        """Sum a value, such as tokens, over the outliers that each candidate releases.
 
         Args:
             running: Running sums of one or several values over all outliers, shape
@@ -524,7 +524,7 @@ class Candidates:
         return before_tail + running[..., -1:] - running[..., self.tail]
 
     def held(self, running: IntArray) -> IntArray:
-        """Sum a value, such as tokens, over the outliers that are not in each candidate.
+        """Sum a value, such as tokens, over the outliers that each candidate holds back.
 
         Args:
             running: Running sums of one or several values over all outliers, shape
@@ -673,13 +673,13 @@ def _crowded(
     """Return a lower bound on the slowest micro-batch's work if S_max leaves little room.
 
     Suppose that each of k large outliers has a micro-batch of its own. The other N - k
-    micro-batches hold at most S_max tokens each. All other tokens must go to the k micro-batches
-    with outliers, whose mean work is the bound. It is computed for two values of k, and the larger
-    result is returned:
+    micro-batches hold at most S_max tokens each. Tokens that do not fit there must go to the k
+    micro-batches with outliers, whose mean work is the bound. It is computed for two values of k,
+    and the larger result is returned:
 
-    - k = number of outliers from the largest one that the candidate trains, in the order of size
-      classes, up to the first one that it does not train; at most N
-    - k = number of these outliers in the size class of the largest one (`size_class_end`)
+    - The first k counts the outliers, in the order of size classes, from the first one that the
+      candidate releases to the last one before an outlier that it holds back, but at most N.
+    - The second k counts those of them in the size class of the first one (`size_class_end`).
 
     Args:
         waiting: The waiting documents.
@@ -857,9 +857,9 @@ def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, In
 def _lightest_with(waiting: WaitingDocuments, tokens: int, work: int) -> tuple[int, int]:
     """Find the lightest run of ordinary documents (no outliers) that has at least `work` ns.
 
-    Ordinary documents are sorted by descending work. A run is consecutive documents, as many as
-    have at most `tokens` tokens together. So a run that begins later has less work. No run begins
-    later than the first one that reaches the last document.
+    Ordinary documents are sorted by descending work. A run has as many consecutive documents as
+    `tokens` permits, so a run that begins later has less work. No run begins later than the first
+    one that reaches the last document.
 
     Args:
         waiting: The waiting documents.
@@ -1090,7 +1090,7 @@ class _Packing:
         return [max(loads) for loads in zip(*self.loads, strict=True)]
 
     def best_exchange(self, top: int, s_max: int) -> Exchange | None:
-        """Return the best of the exchanges tried: the slower micro-batch then has least work.
+        """Return the exchange after which the slower of its two micro-batches has least work.
 
         An exchange moves a document from the slowest micro-batch to another one, or swaps a
         document of each.

@@ -1,8 +1,5 @@
 """Places documents into micro-batches by least work, as Algorithm 1 does.
 
-A document that does not fit into the micro-batch with least work goes to the one with the fewest
-tokens. If it does not fit there either, it is left over.
-
 `place` takes documents in the given order, with heaps that find the least work and the fewest
 tokens. A heap takes microseconds for each document, but a global batch may have hundreds of
 thousands of tiny documents of equal length. Runs of equal documents are therefore placed together.

@@ -25,7 +25,7 @@ from wlb.model.expert_dispatch import StageRows, inverse_of, sorted_by_expert
 from wlb.parallel.collectives import start_all_to_all, wait
 
 Numbers = list[list[int]]
-"""Numbers of rows, for each stage of the transfers a list with the number of each rank."""
+"""Numbers of rows by stage and rank: for each stage a list with one number for each rank."""
 
 
 class RowsBetween(NamedTuple):
@@ -279,7 +279,7 @@ class StagedWay:
         self._arrange(received)
 
     def _read(self) -> list[slice]:
-        """Wait until the host knows how many rows each rank sends and receives.
+        """Wait until the host knows how many rows this rank exchanges with each rank.
 
         This is the only place where the host waits for the GPU: once per layer and micro-batch.
 

@@ -7,10 +7,9 @@ and any number of a class's tokens may go to a micro-batch.
 - `items_of` makes the program. If the greedy packing cuts a long piece, the program places the
   parts as separate pieces.
 - `placed` turns a solution into micro-batches of whole documents. Long pieces go where the solution
-  puts them. Of the classes, `placed` uses only what the solution expects each step to take. It
-  places short documents itself, the longest first, each into the micro-batch that is furthest below
-  the time of its step's slowest micro-batch. With document lengths that are fitted to the paper,
-  the packing costs 0.03 to 0.14% more than the lower bound.
+  puts them. `placed` places short documents itself, the longest first, each into the micro-batch
+  that is furthest below the time of its step's slowest micro-batch in the solution. With document
+  lengths that are fitted to the paper, the packing costs 0.03 to 0.14% more than the lower bound.
 
 Documents are cut only for windows of a fixed length, and then at most num_micro_batches - 1 times.
 """
@@ -92,8 +91,6 @@ def items_of(
     cost: Callable[[Pieces], IntArray],
 ) -> Items:
     """Return the pieces to place, and the integer linear program that places them.
-
-    Long pieces are cut where the greedy packing cuts them.
 
     Args:
         pieces: The pieces to pack.
@@ -212,8 +209,8 @@ class _MostHeadroomFirst:
 
         Args:
             shape: Number and size of the micro-batches.
-            limits_ns: For each micro-batch, the cost up to which it is filled first: that of the
-                slowest micro-batch of its step.
+            limits_ns: For each micro-batch, the cost in ns that the solution expects of the slowest
+                micro-batch of its step.
         """
         self.may_cut = shape.may_cut
         # Free tokens of each micro-batch.

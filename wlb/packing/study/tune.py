@@ -108,9 +108,8 @@ class TunePoint:
 
     section: PackingSection  # the setting
     summary: PackingSummary  # result of the setting on the sample
-    own: PackingSection = (
-        PackingSection()
-    )  # the run's own section, with which `section` is compared
+    # the run's own section; `overrides` are what changes it to `section`
+    own: PackingSection = PackingSection()
 
     @property
     def objectives(self) -> tuple[float, ...]:

@@ -63,7 +63,7 @@ class HeadShape:
 class KvGather(NamedTuple):
     """K and V of other ranks, still in transfer: the results of `gather_kv`."""
 
-    rows_R2GD: list[Tensor]  # for each stage, the buffer into which K and V travel
+    rows_R2GD: list[Tensor]  # for each transfer, the buffer into which K and V travel
     # placeholders without memory; their gradients carry dK and dV in backward
     slots: list[Tensor]
 

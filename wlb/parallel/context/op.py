@@ -135,8 +135,8 @@ def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
 def _gradient_slots(k_TGD: Tensor, stages: list[DeviceStage]) -> list[Tensor]:
     """Make the slots (placeholders) whose gradients will be the gradients of this rank's K and V.
 
-    Each stage has a slot for the gradients of the rows that this rank sends in it. The last slot is
-    for the gradients from this rank's own queries. See the module docstring.
+    There is a slot for each of `stages`, and a last one for the attention call over local keys. See
+    `gather_kv` and the module docstring.
     """
     num_rows = (*(stage.num_sent for stage in stages), k_TGD.shape[0])
     return [_slot(k_TGD, num, sum_dtype(k_TGD)) for num in num_rows]
