@@ -183,9 +183,9 @@ def load_values(stages: Iterable[Llama], num_layers: int, mesh: Mesh) -> Tensor 
 
     - for each layer of the whole model, the rows of the layer's most loaded expert divided by the
       mean rows of its experts;
-    - for each layer of the whole model, the rows of the most loaded EP rank, summed over
-      micro-batches and EP groups (`MixtureMlp.slowest`), divided by the sum that equal loads would
-      give;
+    - for each layer of the whole model, the rows of each micro-batch's most loaded EP rank, summed
+      over micro-batches and EP groups (`MixtureMlp.slowest`), divided by the sum that equal loads
+      would give;
     - for each EP rank, the rows that it computes in all layers of `stages`.
 
     Values of layers that are not in `stages` are 0. So a sum over pipeline ranks has the values of

@@ -32,10 +32,9 @@ def link_members(parallel: ParallelSpec) -> dict[str, list[list[int]]]:
     """Return the groups of ranks that links join, by kind of link (`LINKS`); {} without a pipeline.
 
     A link joins two neighbouring ranks of a pipeline. For each kind of link, every rank is in
-    exactly one group: with a neighbour, or alone.
-    Ranks that are alone must make a group too. torch names a group by the number of groups that the
-    rank has made so far, so ranks that later make a group together must have made equally many
-    groups before.
+    exactly one group: with a neighbour, or alone. Ranks that are alone must make a group too. torch
+    names a group by the number of groups that the rank has made so far, so ranks that later make a
+    group together must have made equally many groups before.
     """
     pp = parallel.pp
     if pp == 1:

@@ -65,7 +65,7 @@ class Moments:
 
     @property
     def _spread(self) -> tuple[float, float, float, float, float]:
-        """Mean predicted and mean measured time, both variances, and the covariance (seconds)."""
+        """Mean predicted and mean measured time, their variances, and their covariance."""
         n = self.num_cells
         x, y = self.predicted_s / n, self.measured_s / n
         variances = self.predicted_squares / n - x * x, self.measured_squares / n - y * y
@@ -73,7 +73,7 @@ class Moments:
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """(Slope, intercept in seconds) of the best line, measured = slope * predicted + intercept.
+        """Least-squares fit of measured = slope * predicted + intercept: (slope, intercept in s).
 
         None if the predicted times vary too little to fit a line, or if the slope is not above 0 or
         the intercept is below 0. Such a line cannot correct prices.
@@ -235,7 +235,7 @@ class Telemetry:
     def from_json(cls, data: dict[str, Any]) -> "Telemetry":
         """Make the record from what `to_json` of any version of wlb returned.
 
-        Values that `to_json` computes from other fields, such as `mfu`, are not read.
+        Values that `to_json` computes from other fields, such as `imbalance`, are not read.
         """
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         sums = [f.name for f in fields(Moments)]

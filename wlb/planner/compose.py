@@ -184,10 +184,10 @@ class Planner:
             dp: Number of pipelines.
             row_multiple: Every rank's number of tokens is padded to a multiple of this.
             cost: Predicts the time of documents: a workload model, a kernel profile (for a model of
-                7B), the path of your model's config.json, "llama2_7b", "verl", or the length of a
-                document at which attention costs as much as everything else. The default uses the
-                ratio of attention's FLOPs to those of linear layers in LLaMA2-7B, on tiles of 128
-                queries.
+                7B), the path of your model's config.json, "llama2_7b", "verl", or the length in
+                tokens of a document whose attention costs as much as everything else. The default
+                uses the ratio of attention's FLOPs to those of linear layers in LLaMA2-7B, on tiles
+                of 128 queries.
             strategy: Sharding strategy (`wlb.sharding.NAMES`).
             s_max: Most tokens of a micro-batch. Defaults to 1.5 context windows.
             step_tokens: Most tokens of a step. Defaults to N x s_max.
@@ -427,7 +427,7 @@ def _adopted(carry: Carry, packer: packing.Packer) -> Carry:
     made the carry. If `packer` has another policy, all slots are set to 0.
 
     A policy that collects several global batches before it packs them reads pieces ahead, for steps
-    after the next one. For another policy these pieces become pieces of the next step.
+    after the next one. For another policy these pieces arrive at the next step.
     """
     if carry.policy == packer.policy:
         return carry

@@ -230,8 +230,8 @@ class ChatEncoder:
     def _protected(self, tokenizer: "Tokenizer") -> "Tokenizer":
         """Return a copy of a tokenizer that never turns contents into tokens of the template.
 
-        With `encode_special_tokens` a tokenizer turns text only into added tokens that are not
-        marked as special. So in the copy all added tokens that occur in the template are marked as
+        With `encode_special_tokens` a tokenizer never turns text into added tokens that are marked
+        as special. So in the copy all added tokens that occur in the template are marked as
         special, except CONTENT_TAGS.
         """
         from tokenizers import Tokenizer

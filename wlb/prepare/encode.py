@@ -179,16 +179,14 @@ class TextChoice(EncoderChoice):
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return which of the columns `names` to read.
 
-        They are the column of the text, and columns such as loss_mask or weight, because a record
-        with a value in these may have to be refused.
+        They are the column of the text, and columns such as loss_mask or weight, because records
+        are refused for some values in these.
         """
         if self.text_key not in names:
             raise UserError(
                 f"has no column {self.text_key!r}, but the columns {', '.join(names)}; name the "
                 f"column of the text with --text-key"
             )
-        # Also read columns such as loss_mask. Records that mark a part of their text as not trained
-        # are refused.
         return (
             self.text_key,
             *(n for n in names if n.lower() in RECORD_MARKS and n != self.text_key),

@@ -114,8 +114,8 @@ def prepare_store(
         raise UserError(
             f"--text-key {options.text_key} applies only to files of records (.jsonl, .ndjson, "
             f".json, .parquet), but all {len(files)} files in {', '.join(options.inputs)} are read "
-            f"as plain text; leave out --text-key or, if the files have records, rename them to "
-            "one of these suffixes"
+            f"as plain text; leave out --text-key or, if the files have records, give them one of "
+            "these suffixes"
         )
     arguments = arguments_of(options)
     if encoder is not None:
@@ -249,7 +249,7 @@ class _Preparation:
             remove_parts(folder, with_manifest=True)
 
     def make(self) -> tuple[int, int]:
-        """Encode each shard of the inputs into a part, which is a small store, and merge the parts.
+        """Encode each shard of the inputs into a part (`wlb.prepare.parts`), and merge the parts.
 
         Returns:
             The number of shards, and how many of them an interrupted call had already encoded.

@@ -189,8 +189,8 @@ def grid_pairs(layout: HeadLayout, grid: AttentionGrid) -> Iterator[tuple[int, i
 def count_of(layout: HeadLayout, q: int, kv: int) -> int:
     """Return how many equal segments of `q` queries and `kv` keys a measured call has.
 
-    On a GPU, as many as keep it busy, but not more than `MOST_BYTES` allow. On a CPU, as many as
-    have `CPU_KEYS` keys together, but at most `CPU_SEGMENTS`.
+    On a GPU there are as many as keep it busy, but not more than `MOST_BYTES` allows. On a CPU
+    there are as many as have `CPU_KEYS` keys together, but at most `CPU_SEGMENTS`.
     """
     if layout.device.type == "cpu":
         return max(1, min(CPU_SEGMENTS, CPU_KEYS // kv))

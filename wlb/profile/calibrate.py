@@ -80,7 +80,7 @@ class Scales:
         }
 
     def drifted(self, threshold: float) -> tuple[str, ...]:
-        """Return the terms of predicted time with a `relative` factor further than this from 1."""
+        """Return the names of terms whose `relative` factor differs from 1 by over `threshold`."""
         return tuple(name for name, r in self.relative.items() if abs(r - 1) > threshold)
 
 

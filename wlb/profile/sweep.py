@@ -1,7 +1,7 @@
 """Decide what `wlb profile` measures on a device (a sweep), and measure it.
 
-The order is: collectives; the random attention batches that are not fitted but test the fit; all
-other tasks; and these batches a second time, which shows how well times can be reproduced.
+The order is: collectives, the held-out attention batches (random batches that the fit does not use
+but is tested on), all other tasks, and the held-out batches a second time.
 """
 
 import math

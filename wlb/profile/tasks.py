@@ -156,12 +156,12 @@ class RecordFile:
             yield self.records[task.key]
 
     def end(self, start: Mapping[str, Any]) -> None:
-        """Append to the file of records how the sweep was launched, if it has measured any task.
+        """Append a line about this start of the sweep to the file, if any task was measured.
 
-        A sweep that was interrupted is launched several times, and each launch appends one line.
+        A sweep that was interrupted is started several times.
 
         Args:
-            start: Date, command, commit and conditions of this launch.
+            start: Date, command, commit and conditions of this start.
         """
         if self._num_measured:
             self.starts.append({**start, "points": self._num_measured})

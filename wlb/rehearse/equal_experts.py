@@ -99,7 +99,7 @@ def pipelines_of_group(parallel: ParallelSpec, at: Coordinates) -> list[int]:
 
 
 def most_local_tokens(plan: StepPlan, parallel: ParallelSpec, at: Coordinates) -> list[int]:
-    """Return the rows of each micro-batch, the maximum over all ranks of the rank's EP group.
+    """Return, for each micro-batch, the most rows that a rank of an EP group has.
 
     These numbers serve to estimate the memory of the rank at `at`, because its experts also process
     rows of the other pipelines in its EP group.

@@ -265,7 +265,8 @@ class Footprint:
     def _kind_of(self, tensor: Any) -> str:
         """Return which kind of memory a new tensor is, such as "gradients" or "activations".
 
-        It follows from the functions on the Python call stack, as listed in `_BY_FRAME`.
+        The functions on the Python call stack decide (`_BY_FRAME`). If none of them is listed, it
+        depends on whether a backward pass runs.
         """
         frame = sys._getframe(3)
         for _ in range(_DEEPEST):

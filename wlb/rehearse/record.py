@@ -223,7 +223,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Record a collective, send or receive as a message of this rank.
 
-        If a collective has CUDA tensors, also record its time, its bytes and its use of tensors.
+        If a collective has CUDA tensors, also record it on the GPU (`transfer`).
 
         Args:
             name: Name of the operator.

@@ -1,4 +1,4 @@
-"""Output of `wlb tune packing`: a recommended packing, why, and a table that compares packings."""
+"""Output of `wlb tune packing`: the recommended packing, the reason, and a table of packings."""
 
 from collections.abc import Sequence
 from math import ceil, log10

@@ -1,4 +1,4 @@
-"""Figures of a kernel profile: the paper's Figures 7 and 10, and how well fits meet measurements.
+"""Figures of a kernel profile: the paper's Figures 7 and 10, and how well fits match measurements.
 
 Points are measurements and lines are fits. The axes always include all points.
 """

@@ -369,7 +369,7 @@ def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
     """Return the configuration of the run.
 
     Each start of a run writes the configuration into metrics.jsonl, and the last start counts.
-    Early versions of wlb did not; then the configuration is read from the newest checkpoint.
+    Early versions of wlb did not write it; then it is read from the newest checkpoint.
 
     Args:
         folder: Folder of the run.
