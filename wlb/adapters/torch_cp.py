@@ -45,13 +45,13 @@ class ShardedLoadBalancer(_LoadBalancer):
         self._restore = torch.from_numpy(np.argsort(index, axis=1)).to(device)
 
     def _generate_indices(self, restore: bool = False) -> torch.Tensor:
-        """Return the permutation that PyTorch applies to the tokens of each sequence of the batch.
+        """Return the permutation that PyTorch applies to the tokens of each row of the batch.
 
         Args:
             restore: Whether to return the inverse permutation.
 
         Returns:
-            int64 [batch, T], or [1, T] if all sequences share a plan.
+            int64 [batch, T], or [1, T] if all rows share a plan.
         """
         return self._restore if restore else self._index
 

@@ -6,12 +6,12 @@ micro-batches, which run at the same time. `least_time` returns the largest of t
 1. The mean work of a rank.
 2. For each k: among the k * num_ranks + 1 units with most work, some rank has at least k + 1. So
    the time is at least the work of the k + 1 lightest of these units.
-3. Only if ranks wait for each other after every micro-batch. For each k, this bound is the sum of
-   two times. The first is that of the k slowest slots: units with more tokens than half the cap
-   cannot share a micro-batch, so if they are sorted by descending work, the s-th slowest slot (from
-   0) takes at least as long as unit s * num_ranks. The second is that of the other slots: the k
-   slots have room for k * num_ranks * cap tokens, and even if these are the tokens with most work,
-   the other slots must do the rest.
+3. This bound holds only if ranks wait for each other after every micro-batch. For each k, it is
+   the sum of two times. The first is that of the k slowest slots: units with more tokens than half
+   the cap cannot share a micro-batch, so if they are sorted by descending work, the s-th slowest
+   slot (from 0) takes at least as long as unit s * num_ranks. The second is that of the other
+   slots: the k slowest have room for k * num_ranks * cap tokens, and even if these are the tokens
+   with most work, the other slots must do the rest.
 """
 
 import numpy as np

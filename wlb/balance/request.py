@@ -75,7 +75,7 @@ class RankRules:
     """Rules about which samples are on the same rank, from the arguments of `balance_step`."""
 
     equal_counts: bool  # whether all ranks have equally many samples
-    slack: int  # with `equal_counts`, most samples of a rank above or below an equal share
+    slack: int  # with `equal_counts`, by how many samples a rank may differ from an equal share
     # "rank" if the samples of a group must be on one rank; "mini_batch" if they need only be in one
     # mini-batch.
     groups_on: str

@@ -324,5 +324,5 @@ def _check_counts(held: FloatArray, rules: Rules) -> None:
             f"{rules.name}: equal_counts requires {least} to {most} samples on each rank, but "
             f"ranks would have {held.min():.0f} to {held.max():.0f}, because samples with equal "
             "`groups` or `atoms` must stay together; raise count_slack, or make all groups "
-            "equally large"
+            "and atoms equally large"
         )

@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
 def priced_spec(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
     """Return the run with dp, vocabulary size and S_max filled in, and planner.baseline = false.
 
-    This planner packs no baseline, because `gain_of` later packs as the usual loader does.
+    With false the planner does not also pack as the usual loader does. `gain_of` does so later.
     """
     spec = replace(spec, planner=replace(spec.planner, baseline=False))
     return sources.filled_in(spec, options)

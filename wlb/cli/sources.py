@@ -208,7 +208,8 @@ def batches_of(
     elif options.in_order:
         raise UserError(
             f"--in-order cannot be used with data.blend ({source.name}), because a blend "
-            f"does not say in which order to read its stores; remove --in-order, or set data.store"
+            "does not say in which order to read its stores; remove --in-order, or set data.store "
+            "instead of data.blend"
         )
     else:
         # Pass only lengths, because predicted times do not depend on which tokens have labels.

@@ -83,8 +83,8 @@ def add_parser(commands: Any) -> None:
     add_flag(
         packing,
         "--all",
-        "also print the Pareto front: settings than which no other is better in imbalance, "
-        "delay and variation of tokens",
+        "also print the Pareto front: the settings that no other one beats in imbalance, delay and "
+        "variation of tokens together",
     )
     add_json(packing, "the results of all settings")
     text = "draw the Pareto front of imbalance and delay (.png, .svg or .pdf)"

@@ -80,12 +80,13 @@ def waits_ns(
 def _waits_in_stages_ns(
     plan: ShardingPlan, cost: WorkloadModel, num_rows: int
 ) -> tuple[FloatArray, FloatArray]:
-    """Return how many ns each CP rank waits in forward and in backward, shape [cp] each.
+    """Return how many ns each CP rank waits for an exchange of keys that has several stages.
 
-    The exchange of keys has several stages. All ranks get the wait of the slowest rank. Each stage
-    has its own attention call, so the launches of these calls count too. Stages travel one after
-    the other, on one communicator. Rows of a later stage may arrive while attention over earlier
-    stages runs. In backward the gradients of a stage leave when its attention ends.
+    There is one array for forward and one for backward, shape [cp] each. All ranks get the wait of
+    the slowest rank. Each stage has its own attention call, so the launches of these calls count
+    too. Stages travel one after the other, on one communicator. Rows of a later stage may arrive
+    while attention over earlier stages runs. In backward the gradients of a stage leave when its
+    attention ends.
     """
     assert isinstance(cost, HiddenExchange)
     exchange = exchange_of(
@@ -164,9 +165,10 @@ def over_gather_ns(
 ) -> tuple[int, int]:
     """Return by how many ns the slowest rank waits longer for its exchange than for an all-gather.
 
-    W_l (`LinearCost.ns_per_token`) includes the wait for an all-gather. Add the result to W_l to
-    get the wait for the plan's exchange instead. This wait is mostly shorter, so the result is
-    mostly negative. It also includes the time of linear attention's summaries.
+    W_l (`LinearCost.ns_per_token`) includes an all-gather whose transfer nothing hides. Adding the
+    result corrects a micro-batch's W_l for the plan's exchange and for overlap. Ranks mostly
+    wait less than for an all-gather, so the result is mostly negative. The result also includes the
+    time of linear attention's summaries, which nothing hides.
 
     Args:
         plan: The sharded micro-batch.

@@ -1,6 +1,7 @@
 """Exact sizes of the buffers in which CP ranks exchange keys and values in a sharded micro-batch.
 
-The buffers of a rank hold these rows, padding rows included (own rows: all rows of this rank):
+The table lists the rows in the buffers of a rank. Own rows are all rows of this rank. They include
+padding rows, and so do the rows of all ranks.
 
 | exchange                         | received rows                    | sent rows                  |
 |----------------------------------|----------------------------------|----------------------------|

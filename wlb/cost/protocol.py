@@ -458,10 +458,7 @@ class AttentionLatency(RankTimes):
 
     @property
     def slowest_ns(self) -> int:
-        """Attention time of the micro-batch in ns: kernels of the slowest CP rank, and collectives.
-
-        The slowest rank in forward may be another one than in backward.
-        """
+        """Attention time of the micro-batch in ns: `slowest_kernels_ns` and the collectives."""
         return self.slowest_kernels_ns + self.gather_forward_ns + self.exchange_backward_ns
 
     @property

@@ -267,8 +267,8 @@ class BlendedBatches(BatchStream):
         check_state(state, names, self._identity, what="a blend", keys="data.blend")
         if bad := [name for name in _COLUMNS if not isinstance(state[name], list)]:
             raise UserError(
-                f"the state of a blend has a {type(state[bad[0]]).__name__} under {bad[0]}, but "
-                f"needs a list with one number for each store; resume from another checkpoint"
+                f"{bad[0]} in the state of a blend is of type {type(state[bad[0]]).__name__}, but "
+                f"must be a list with one number for each store; resume from another checkpoint"
             )
         counts = [state.get(name, 0) for name in (*_COUNTS, FILLED)]
         counts += [n for c in _COLUMNS for n in state[c]]
@@ -316,10 +316,10 @@ class BlendedBatches(BatchStream):
         if not documents.all():
             return False
         last = [int(self._block(n, d - 1, 1)[1][0]) for n, d in enumerate(documents.tolist())]
-        # A document's tag is the number of tokens before it in its source, divided by the weight of
-        # the source. Documents are read in the order of their tags, and an epoch ends before the
-        # first tag that reaches `_end_of`. So an epoch ends at `state` if, in each source, the tag
-        # of the last document that was read is below that limit and the next document's is not.
+        # Documents are read in the order of their tags (`_end` says what a tag is), and an epoch
+        # ends before the first tag that reaches `_end_of`. So an epoch ends at `state` if, in each
+        # source, the tag of the last document that was read is below that limit and the next
+        # document's is not.
         least = float((tokens / self._weights).min())
         latest = float(((tokens - np.array(last)) / self._weights).max())
         epochs = int(least / self._end_of(1))

@@ -111,7 +111,8 @@ def read_header(
         header: Layout of the header. Its first two fields are the magic and the version.
         magic: Bytes that the file must start with.
         version: The only version that is supported.
-        what: For the error message if the magic differs: what is wrong, such as "is not an index".
+        what: For the error message if the magic differs or the file is too short: what is wrong,
+            such as "is not an index".
         remedy: For the same message: what to do.
 
     Returns:

@@ -279,7 +279,8 @@ def _remapped_rows(nvml: Any, handle: Any) -> tuple[int, ...]:
 def equal_gpus(everyone: Sequence[Facts]) -> Finding:
     """Check that every rank has a device of the kind that the run needs, and that GPUs are equal.
 
-    The verdict is warn if a node has more GPUs than ranks. This check has not run on a GPU yet.
+    The verdict is warn if a node with several ranks has more GPUs than ranks. This check has not
+    run on a GPU yet.
 
     Args:
         everyone: Facts of all ranks.

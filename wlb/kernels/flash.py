@@ -125,8 +125,8 @@ class Flash4Backend(FlashBackend):
         Kinds differ in whether there are more than 256 segments, and in whether the longest segment
         fits into one tile of queries and into one tile of keys. A tile has 48 to 128 rows in
         backward. In forward it has 128 to 256 rows, counted over the query heads that share a key
-        head. With heads of size 256, a B200 has one more kind: calls with many short segments, if
-        more segments fit into one tile each than the GPU has pairs of multiprocessors.
+        head. With heads of size 256, a B200 has one more kind: calls in which the segments
+        that fit into one tile each outnumber the GPU's pairs of multiprocessors.
 
         A call is returned as a pair (queries, keys) for each of its segments.
 

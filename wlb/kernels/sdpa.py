@@ -68,10 +68,10 @@ class _Rows:
         return padded if fill is None else padded.index_fill_(0, self.padding, fill)
 
     def collect(self, y_P: Tensor) -> Tensor:
-        """Add up the copies of each source row, and return one row for each source row.
+        """Add up the copies of each source row, and return one row for each of the N source rows.
 
-        Source rows are the rows that `pad` copied into the padded batches. Padding is left out. If
-        a source row has several copies, sums are in float32 (float64 for float64 inputs).
+        Source rows are the rows from which `pad` copies. One without a copy gets 0. Padding is left
+        out. If a source row has several copies, sums are in float32 (float64 for float64 inputs).
 
         Args:
             y_P: A tensor with one row for each row of the padded batches.

@@ -89,10 +89,10 @@ def _gathered(mine: Any, group: Any) -> tuple[int, list[Any]]:
 
 
 def _labels(atoms: list[Any]) -> Any:
-    """Concatenate the set numbers of all ranks' samples, after making them differ between ranks.
+    """Concatenate the `Cut.atoms` of all ranks, changed such that ranks have no number in common.
 
-    Samples of a rank with the same number stay in one micro-batch (`Cut.atoms`). Each rank's
-    numbers are shifted above those of the ranks before it.
+    Samples with equal numbers stay in one micro-batch. Each rank's numbers are shifted above those
+    of the ranks before it.
 
     Args:
         atoms: For each rank, an array with a number for each of its samples.
