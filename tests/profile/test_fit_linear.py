@@ -209,7 +209,7 @@ def test_an_operator_that_does_not_grow_is_free_a_byte():
         (lambda: fit_gemm(gemms()[:1], SOURCE), "but the sweep has 1 and 1"),
         (
             lambda: fit_elementwise([], SOURCE, value_bytes=4),
-            "no record of the element-wise operator norm",
+            "element-wise operator norm was not measured",
         ),
         (lambda: fit_head([], SOURCE), "the output head was not measured"),
         (lambda: fit_layer([], sums, SOURCE), "0 records of whole layers"),

@@ -147,7 +147,8 @@ def _from_grid(
         raise UserError(
             f"{layout.backend} with {layout.num_heads} heads has too few measurements for a fit: "
             f"{len(calls)} single calls (at least 1 is needed) and grid points with {num_q} "
-            f"different numbers of queries (at least 2 are needed); run the sweep again"
+            f"different numbers of queries (at least 2 are needed); run `wlb profile` "
+            f"again with another --out"
         )
     values: dict[str, object] = {}
     surfaces: dict[str, Surface] = {}
@@ -404,7 +405,7 @@ def _fit_batches(
     if not batches:
         return table, [
             "no random batch was measured, so prices come from calls on equal segments alone and "
-            "thread blocks have no price; run the sweep again to measure random batches"
+            "thread blocks have no price; run `wlb profile` again with another --out"
         ]
     notes: list[str] = []
     # The fit also uses calls on equal segments, so that it stays near the grid points. All these

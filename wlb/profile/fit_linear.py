@@ -114,8 +114,8 @@ def fit_elementwise(
             continue
         if not mine:
             raise UserError(
-                f"the sweep has no record of the element-wise operator {op}; measure it by running "
-                f"the sweep again"
+                f"the element-wise operator {op} was not measured; run `wlb profile` again with "
+                f"another --out"
             )
         values: dict[str, Any] = {}
         for name in PASSES:

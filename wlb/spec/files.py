@@ -50,8 +50,8 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
         source = f"--set {shortened(item, 200)}"
         if dotted.count(".") > _MOST_DOTS:
             raise UserError(
-                f"{source}: the name before = has {dotted.count('.')} dots, but names of keys have "
-                f"at most {_MOST_DOTS}; write section.key=value, as in training.steps=100"
+                f"{source}: the name before = has {dotted.count('.')} dots, which no key has; "
+                f"write section.key=value, as in training.steps=100"
             )
         value = _value(text.strip(), source, is_text=types.get(dotted.strip()) == "str")
         spec = apply(spec, _expanded(nest(dotted.strip(), value)), source=source)
