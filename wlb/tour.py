@@ -219,7 +219,7 @@ def rows_of_ranks(pipeline: PipelinePlan) -> None:
 def one_process(pipeline: PipelinePlan, num_labels: int) -> tuple[float, float]:
     """Train the step's documents one by one in one process; return loss and gradient norm.
 
-    The loss is divided by `num_labels`, as in `execute`, so its results must equal these.
+    The loss is divided by `num_labels`, as in `execute`, so the results of both must agree.
     """
     model = build_reference(SPEC.model, seed=SPEC.run.seed)
     total = 0.0

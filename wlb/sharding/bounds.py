@@ -53,7 +53,7 @@ def least_rows(lengths: IntLike, *, cp: int, slack: float | None = None) -> int:
 
 
 def _least_rows_of(reach: FloatArray, length: int) -> int:
-    """Return how many of a document's rows at least one rank must receive from other ranks.
+    """Return the least number of a document's rows that some rank must receive from others.
 
     Suppose that no rank receives more than R rows from others. Then rank j, which needs `reach[j]`
     rows, must have at least reach[j] - R rows itself. Together, the ranks cannot have more rows
@@ -120,9 +120,9 @@ def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[fl
 
 
 def _most_hidden(pieces: IntArray, cp: int, cost: WorkloadModel) -> tuple[float, float]:
-    """Return the longest time that attention over its own keys can take on any rank.
+    """Return the longest time that a rank's attention over its own keys can take.
 
-    The exchange of keys may be hidden behind this attention. It takes longest on a rank that has
+    The exchange of keys may be hidden behind this attention, which takes longest on a rank that has
     only whole documents, each as long as possible.
 
     Returns:

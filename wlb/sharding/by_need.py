@@ -188,10 +188,10 @@ class _PlanMaker:
 
         Args:
             options: Where documents are cut.
-            group_size: Number of consecutive ranks that form a node or group. Documents are cut
-                among groups only where necessary. 0 = all ranks are one group.
-            node_share: A document is cut among groups if its work is more than this many times a
-                group's mean work.
+            group_size: Number of consecutive ranks that form a group, such as a node. Documents are
+                cut among groups only where necessary. 0 = all ranks are one group.
+            node_share: A document is cut among groups if its work is more than this many times the
+                most work that any group is to get.
             rounds: Number of plans.
         """
         scale = np.ones(self.cp)
@@ -218,9 +218,8 @@ class _PlanMaker:
         Args:
             options: Where documents are cut.
             scale: Work per token that each rank is to get, relative to the other ranks, shape [cp].
-            group_size: Number of consecutive ranks that form a group, such as a node.
-            node_share: A document is cut among groups if its work is more than this many times the
-                most work that any group is to get.
+            group_size: As in `rounds`, but not 0.
+            node_share: As in `rounds`.
         """
         nodes = [
             slice(first, min(self.cp, first + group_size))

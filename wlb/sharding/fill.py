@@ -194,9 +194,8 @@ def _dense(
         room: Tokens that the rank is to get.
         work: Work that the rank is to get, in ns.
         options: Where documents are cut.
-        most: If the document with most work per token needs several ranks, it is divided evenly
-            among as few ranks as possible, none of which gets more than this work in ns. 0 means
-            that it is not divided evenly: the rank takes as much of it as `work` permits.
+        most: Most work, in ns, that the rank may have of a document that is divided evenly among
+            several ranks. 0 = no document is: the rank takes as much of it as `work` permits.
 
     Returns:
         The parts that the rank gets.

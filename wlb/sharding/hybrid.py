@@ -93,10 +93,10 @@ def _best_thresholds(
 
 
 def _thresholds(ordered: IntArray) -> list[int]:
-    """Choose thresholds to try: longer documents are cut over all ranks, shorter ones are not.
+    """Choose thresholds to try: longer documents are cut one by one, shorter ones together.
 
     A threshold lies between two different lengths. At most MOST_THRESHOLDS are returned. If there
-    are more, those are chosen between which documents have nearly equal numbers of tokens.
+    are more, those are chosen that divide all tokens into nearly equal parts.
 
     Args:
         ordered: Tokens of each document, in descending order, shape [n].

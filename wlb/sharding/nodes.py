@@ -167,8 +167,8 @@ class _Nodes:
     def _move(self, giver: int, taker: int, size: int, heads: HeadWork) -> None:
         """Move `size` tokens of one document from one node to another.
 
-        The document is a short one of those with more than `size` tokens. If there is none, the
-        longest document moves whole, although it has fewer tokens.
+        The document is a short one of those with more than `size` tokens. If no document has more,
+        the longest one moves whole.
 
         Args:
             giver: Index of the node with too many tokens.

@@ -74,8 +74,7 @@ class TermPrices:
 class LayerTimes:
     """Times of one layer that depend on the documents of each micro-batch, in ns.
 
-    For the exchange of keys, only its difference to an all-gather is here. The time of the
-    all-gather itself depends only on the number of tokens.
+    The time of an all-gather of keys is not included, because only the number of tokens affects it.
     Axes: `dp` pipelines, `n` micro-batches of each, `cp` ranks.
     """
 
@@ -122,8 +121,8 @@ class StepPrices:
     # stages have the same fraction of such layers, because then the average over all layers is
     # right for every stage.
     others: LayerTimes | None = None
-    # For each stage, how many of its layers get the times of `others` in place of the times of the
-    # model's average layer (`StageLayers.more_others`).
+    # For each stage, how many layers with the times of the model's average layer are replaced by
+    # layers with the times of `others`, or if negative the reverse (`StageLayers.more_others`).
     more_others: tuple[float, ...] = ()
 
     @property
@@ -135,8 +134,8 @@ class StepPrices:
     def stage_key(self, stage: int) -> tuple[float, ...]:
         """Return a key that is equal for stages whose passes take equal times.
 
-        It consists of the number of layers of each kind, of how many layers get the times of
-        `others` (`more_others`), and of whether the stage is the first or the last.
+        It consists of the number of layers of each kind, of the stage's `more_others`, and of
+        whether the stage is the first or the last.
         """
         more = self.more_others[stage] if self.more_others else 0.0
         ends = (stage == 0, stage == self.num_stages - 1)

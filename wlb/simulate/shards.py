@@ -98,7 +98,7 @@ class ShardCosts:
     # 1.
     reduce_parts: tuple[int, ...]
     layers: tuple[int, ...]  # number of layers of each stage, at least 1
-    # For each stage the ns in which the GPU copies (gathered parameters, gradients to be reduced)
+    # For each stage, the ns in which the GPU copies (gathered parameters, gradients to be reduced)
     # between buffers.
     copy_ns: tuple[tuple[float, float], ...]
     execution: FsdpExecution  # how the trainer gathers, reduces and updates parameters
@@ -182,7 +182,7 @@ def shard_costs(
     experts = _sharing(spec, profile, sharing_ranks(spec), execution.gradient_bytes)
 
     def of_stages(of_dense: Callable[[float], float], of_held: Callable[[float], float]) -> Stages:
-        """Return, for each stage, the ns of one collective per layer, such as all gathers.
+        """Return, for each stage, the ns to gather (or to reduce) all of its layers.
 
         A layer with experts has a second collective, for the parameters of its routed experts.
 

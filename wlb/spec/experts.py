@@ -89,9 +89,9 @@ class ExpertsSpec:
     )
     aux_coefficient: float = key(
         1e-3,
-        "coefficient of each layer's load-balancing loss (balance = aux_loss), often 1e-3 to 1e-2: "
-        "num_experts * sum over experts e of f_e * p_e, where f_e is the fraction of the previous "
-        "step's tokens routed to e, and p_e the mean router score of e in this step",
+        "coefficient of each layer's load-balancing loss (balance = aux_loss), often 1e-3 to 1e-2; "
+        "the loss is num_experts * sum over experts e of f_e * p_e, where f_e is the fraction of "
+        "the previous step's tokens routed to e, and p_e the mean router score of e in this step",
         at_least=0,
         at_most=1000,
     )

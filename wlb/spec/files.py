@@ -59,7 +59,7 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
 
 
 def _expanded(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the keys that packing.method sets, where `values` sets none.
+    """Return `values` with the keys that packing.method sets, except those that `values` has.
 
     `values` has the keys of each section under the section's name.
     """

@@ -87,10 +87,10 @@ class RopeScaling:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Two numbers of turns (low, high): a channel pair that turns this often is scaled in part.
+        """Limits (low, high): channel pairs with a number of turns between them are scaled in part.
 
-        What counts are the pair's full turns within the original context. The limits are those of
-        the key `turns`, or if it is empty the defaults of YaRN or Llama 3.
+        The full turns within the original context are counted. The limits are those of the key
+        `turns`, or the defaults of YaRN or Llama 3 if it is empty.
         """
         if not self.turns:
             return (1.0, 32.0) if self.kind == RopeKind.YARN else (1.0, 4.0)

@@ -72,7 +72,7 @@ class PackingSection:
         1.5,
         "S_max: most tokens of a micro-batch, in context windows (var_len, bounded); 0 = as many "
         "as fit in the device's memory, but at most 2; with 0, step_tokens is also lowered until "
-        "the activations of a step fit in it, too",
+        "the activations of a step fit",
         unit="context windows",
         at_least=0,
         at_most=1000,
@@ -96,7 +96,7 @@ class PackingSection:
     )
     queue_thresholds: tuple[float, ...] = key(
         (0.2, 0.63),
-        "L_i: a document of at least this length waits in outlier queue i; increasing, one value "
+        "L_i: length of the shortest document that waits in outlier queue i; increasing, one value "
         "for each queue (var_len)",
         unit="context windows",
         above=0,

@@ -188,8 +188,8 @@ class PipelineSection:
 
     schedule: Schedule = key(
         Schedule.INTERLEAVED_1F1B,
-        "order of forward and backward passes; the interleaved schedules allow virtual_stages, and "
-        "interleaved_zero_bubble also fills idle time with separate weight-gradient passes",
+        "order of forward and backward passes; the interleaved ones allow virtual_stages above 1, "
+        "and interleaved_zero_bubble also fills idle time with separate weight-gradient passes",
     )
     virtual_stages: int = key(
         1,

@@ -139,12 +139,15 @@ def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> 
 
 
 class TimedWait(NamedTuple):
-    """When a rank began and ended a pass of the replay, in which it sleeps instead of computing."""
+    """When a pass of the replay ran on a rank, in seconds since the step began.
+
+    The rank sleeps in the pass instead of computing, and waits for the other CP ranks.
+    """
 
     stage: int
     kind: PassKind
     micro_batch: int
-    start_s: float  # counted from the start of the step
+    start_s: float
     stop_s: float
 
 

@@ -331,8 +331,8 @@ def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
         model_type: The folder's model_type, which decides how tensors are fused.
 
     Returns:
-        For each parameter that the folder stores in a fused tensor: its name (without
-        `linear_attn.`) -> the part of the fused tensor that belongs to it.
+        The part of a fused tensor that belongs to each parameter, by the name of the parameter
+        without `linear_attn.`. Only parameters that the folder stores in fused tensors are listed.
     """
     s, width = spec.linear, spec.hidden_size
     found: dict[str, TensorPart] = {}

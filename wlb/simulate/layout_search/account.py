@@ -60,7 +60,7 @@ def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
 
 
 def even_terms(simulator: Simulator, prices: StepPrices) -> TermSeconds:
-    """Return the seconds of a step with equal micro-batches: each kind of work, waits and bubble.
+    """Return the seconds of a step with equal micro-batches by kind of work, with the bubble.
 
     Args:
         simulator: Simulator of the layout.

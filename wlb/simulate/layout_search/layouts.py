@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def has_all_room(self) -> bool:
-        """Whether S_max and T may be so large that packing gains nothing from larger ones."""
+        """Whether memory permits S_max and T so large that packing gains nothing from more."""
         if self.caps is None or self.caps.s_max < MOST_S_MAX * self.spec.data.context_window:
             return False
         most = MOST_STEP_TOKENS * self.spec.tokens_per_step

@@ -48,7 +48,7 @@ class PackingChoices:
         low = [f for f in self.micro_batches if not f > 1]
         if low:
             raise UserError(
-                f"micro_batches = {low[0]} must be above 1: it is a factor of data.num_windows, "
+                f"micro_batches = {low[0]} must be above 1: it multiplies data.num_windows, "
                 "and factor 1 is always tried; give a factor such as 1.25"
             )
         unknown = [p for p in self.policies if p not in POLICIES]
@@ -96,7 +96,7 @@ class PackingChoices:
         windows = spec.num_windows // dp
         for number in sorted({math.ceil(round(windows * f, 6)) for f in self.micro_batches}):
             packing = replace(spec.packing, num_micro_batches=number * dp)
-            # Skip numbers that the schedule does not allow, because it needs rounds of equal size.
+            # Some schedules need rounds of equal size, and refuse other numbers.
             with suppress(UserError):
                 yield check(replace(spec, packing=packing))
 

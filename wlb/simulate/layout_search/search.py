@@ -74,7 +74,7 @@ class Search:
     work: dict[str, Outline] = field(default_factory=dict[str, Outline])
     # depth `even`: a tighter lower bound, from simulating one step with equal micro-batches
     even: dict[str, Outline] = field(default_factory=dict[str, Outline])
-    # depth `packed`: the simulated time with one packing, the one with the largest S_max and T
+    # depth `packed`: the simulated time with one packing (`PackingChoices.first`)
     packed: dict[str, Trial] = field(default_factory=dict[str, Trial])
     # depth `tune`: the best packing and sharding
     tuned: dict[str, Tuned] = field(default_factory=dict[str, Tuned])
@@ -303,7 +303,7 @@ GroupTask = tuple[BatchSample, Callable[..., Any], Sequence[Any], tuple[Any, ...
 
 
 def _run_group(task: GroupTask) -> list[Any]:
-    """Call a function for each item of a task, with one `TrialRunner`, which has their prices.
+    """Call a function for each item of a task; all items share one `TrialRunner`.
 
     Args:
         task: (sample, function, items, further arguments of the function).

@@ -2,11 +2,11 @@
 
 Layouts are compared by families. A family is all layouts that have the same degree of TP, CP, PP or
 EP, the same schedule, or the same kind of recompute; one more family is the run's own layout. The
-best layout of each family is compared with the winner at the same depth of the search: every
-packing was tried with both of them, or only one. The time of a layout is divided into kinds of work
-("terms"). Differences of terms add up to the difference of time, so the terms that differ most are
-the reason. If no layout of a family fits into memory, the layout that lacks the fewest bytes is
-named.
+best layout of each family is compared with the winner at the same depth of the search: both were
+simulated with every packing, or both with one packing. The time of a layout is divided into kinds
+of work ("terms"). Differences of terms add up to the difference of time, so the terms that differ
+most are the reason. If no layout of a family fits into memory, the layout that lacks the fewest
+bytes is named.
 """
 
 from collections.abc import Sequence
@@ -77,10 +77,9 @@ class References:
 def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) -> list[Loser]:
     """Compare the fastest layout (the winner) with each family to which it does not belong.
 
-    A family is all layouts with the same degree of TP, CP, PP or EP, the same schedule or the same
-    recompute. The winner is compared with the layout of a family that is probably the fastest. If
-    the search has not simulated this layout, it is simulated here with one packing. The run's own
-    layout is simulated with all packings.
+    `Loser` says what a family is. The winner is compared with the layout that is probably
+    the fastest of the family. If the search has not simulated this layout, it is simulated here
+    with one packing. The run's own layout is simulated with all packings.
 
     Args:
         tuner: Runs the missing trials.

@@ -44,7 +44,7 @@ def check_disk_space(directory: Path, spec: RunSpec, resumed: Path | None) -> li
 
     Raises:
         UserError: If there is no space for a single checkpoint, and fewer than two older ones
-            exist. (A save on a full disk removes the oldest checkpoint, but never the only one.)
+            exist.
     """
     folder, there, left = directory.absolute(), list[Path](), 0
     if resumed is not None:

@@ -80,7 +80,7 @@ class Saved:
     # Seconds for which the save stopped training on the host: the wait for the end of the previous
     # save, and the start of the copy. On a GPU, the copy itself takes more time on the device.
     stall_s: float
-    write_s: float  # seconds from the moment when training stopped for the save until its end
+    write_s: float  # seconds from when training stopped for the save until the save ended
     num_bytes: int = 0  # size of the checkpoint, exact on rank 0 only; 0 if the save failed
     error: str = ""  # why the save failed; "" for a complete checkpoint
     dropped: str = ""  # checkpoint that was removed because the disk was full; "" for none
