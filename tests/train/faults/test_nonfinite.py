@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite, RunSpec
 from wlb.train import start
 from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.checkpoint.saver import CheckpointSaver, Saved
 from wlb.train.checkpoint.saves import SaveCheckpoints
 from wlb.train.faults import nonfinite
 from wlb.train.faults.nonfinite import NonfiniteSteps
@@ -178,6 +180,36 @@ def test_rollback_goes_further_back_if_the_newest_checkpoint_is_damaged(
     assert [Path(start).name for start in starts[1:]] == ["step-00000002", "step-00000002"]
     assert run.losses[-4:-1] == run.losses[2:5]
     assert ended[-1].losses == run.losses[-4:]
+
+
+@pytest.mark.full
+@pytest.mark.process
+def test_rollback_to_a_checkpoint_whose_first_save_failed_counts_all_steps(
+    corpus: Path, tmp_path: Path, ended: list[Tally], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[int] = []
+    compute, write = Trainer._compute, CheckpointSaver._write
+    saved: list[int] = []
+
+    def broken(self: Trainer, plan: StepPlan, pipeline: PipelinePlan) -> StepSums:
+        computed.append(plan.step)
+        sums = compute(self, plan, pipeline)
+        fails = (plan.step, computed.count(plan.step)) in {(5, 1), (4, 2)}
+        return replace(sums, loss=math.nan) if fails else sums
+
+    def full_disk(self: CheckpointSaver, task: Any) -> Saved:
+        saved.append(task.step)
+        if saved == [2, 4]:
+            return Saved(step=4, stall_s=0.0, write_s=0.0, num_bytes=0, error="no space")
+        return write(self, task)
+
+    monkeypatch.setattr(Trainer, "_compute", broken)
+    monkeypatch.setattr(CheckpointSaver, "_write", full_disk)
+    run, _ = train(spec_of(tmp_path, corpus, "rollback"))
+    assert computed == [0, 1, 2, 3, 4, 5, 2, 3, 4, 4, 5]
+    starts = [line["resumed_from"] for line in run.lines if line["kind"] == "start"]
+    assert [Path(start).name for start in starts[1:]] == ["step-00000002", "step-00000004"]
+    assert len(ended[-1].losses) == 6
 
 
 @pytest.mark.full

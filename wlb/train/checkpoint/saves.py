@@ -156,6 +156,23 @@ class SaveCheckpoints(Hook):
             self._failed_in_a_row = self._failed_in_a_row + 1 if saved.error else 0
             if saved.error:
                 run.saved = None
+            self._forget_tallies(saved, keep=run.spec.checkpoint.keep)
+
+    def _forget_tallies(self, saved: Saved, *, keep: int) -> None:
+        """Drop the totals to which no rollback returns, because their checkpoint does not exist.
+
+        A rollback returns to the newest checkpoint, or to an older one if the newest is damaged.
+
+        Args:
+            saved: The save that has ended.
+            keep: Number of checkpoints that are kept.
+        """
+        if saved.error:
+            self._tallies.pop(saved.step, None)
+            return
+        complete = sorted(step for step in self._tallies if step <= saved.step)
+        for step in complete[:-keep]:
+            del self._tallies[step]
 
     def _failed_too_often(self, *, more: int = 0) -> bool:
         """Return whether the failed saves in a row, plus `more` failures, reach `MOST_FAILED`."""
@@ -168,14 +185,6 @@ class SaveCheckpoints(Hook):
         """
         for saved in ended:
             run.tally.saves.add(saved.step, saved.stall_s, saved.error)
-            # A rollback returns to a checkpoint that is kept: the newest one, or an older one if
-            # the newest is damaged.
-            if saved.error:
-                self._tallies.pop(saved.step, None)
-            else:
-                complete = sorted(s for s in self._tallies if s <= saved.step)
-                for step in complete[: -run.spec.checkpoint.keep]:
-                    del self._tallies[step]
             if saved is not self._reported:
                 self._reported = saved
                 run.report.write("checkpoint", **asdict(saved))
