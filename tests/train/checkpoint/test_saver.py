@@ -107,17 +107,17 @@ def test_training_goes_on_while_a_copy_is_written(
         with torch.no_grad():
             for parameter in trainer.executor.named_parameters().values():
                 parameter.add_(1.0)  # a step, while the copy waits to be written
+        trainer.saves.saver._about["spec"]["training"]["steps"] = 99
         may_write.set()
         (saved,) = trainer.saves.saver.wait()
         assert saved.error == ""
         assert saved.step == 3
 
         assert saved.num_bytes > 1000
+        folder = checkpoint.folder_of(job.checkpoints, 3)
+        assert checkpoint.read_run(folder)["spec"]["training"]["steps"] == job.spec.training.steps
         load = saver.load(
-            checkpoint.folder_of(job.checkpoints, 3),
-            trainer.mesh,
-            stages=trainer.executor.stages,
-            optimizers=trainer.optimizers,
+            folder, trainer.mesh, stages=trainer.executor.stages, optimizers=trainer.optimizers
         )
         assert load == 3
         for name, parameter in trainer.executor.named_parameters().items():

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -94,8 +95,8 @@ class _Task:
     tensors: dict[str, Any]  # copies of tensors in host memory, by their names in checkpoint files
     # CUDA event after which `tensors` are complete; None on a CPU, where they are complete already.
     copied: torch.cuda.Event | None
-    # The planner's state as JSON; None on ranks that do not write it.
-    planner: dict[str, Any] | None
+    # Contents of the JSON files that rank 0 writes, by file name; empty on ranks without them.
+    json_files: dict[str, dict[str, Any]]
     began_s: float  # time.perf_counter when training stopped for this save
     stall_s: float  # seconds that training waited: from `began_s` until the copy was started
 
@@ -174,12 +175,22 @@ class CheckpointSaver:
             step=step,
             tensors=copies,
             copied=_event(self.mesh.device),
-            planner=state.to_json() if state is not None else None,
+            json_files=self._json_files(step, state) if state is not None else {},
             began_s=began_s,
             stall_s=time.perf_counter() - began_s,
         )
         self._pending = self._pool.submit(self._write, task)
         return ended
+
+    def _json_files(self, step: int, state: PlannerState) -> dict[str, dict[str, Any]]:
+        """Return the contents of planner.json and run.json, by file name.
+
+        Training waits for this function. It returns copies, because training goes on while the
+        thread writes the files, and may change the originals.
+        """
+        planner = state.to_json()
+        run = {"step": step, **self._about, "planner": checkpoint.planner_of(planner)}
+        return {checkpoint.PLANNER: planner, checkpoint.RUN: deepcopy(run)}
 
     def poll(self) -> list[Saved]:
         """Return a list with the result of the current save, or an empty list if it has not ended.
@@ -340,12 +351,8 @@ class CheckpointSaver:
 
         `files` are the manifest entries of the files that the ranks wrote to the folder `partial`.
         """
-        assert task.planner is not None, "rank 0 gets the planner's state with every plan"
-        planned = checkpoint.planner_of(task.planner)
-        for name, data in (
-            (checkpoint.PLANNER, task.planner),
-            (checkpoint.RUN, {"step": task.step, **self._about, "planner": planned}),
-        ):
+        assert task.json_files, "rank 0 gets the planner's state with every plan"
+        for name, data in task.json_files.items():
             checkpoint.write_json(partial / name, data)
             files[name] = checkpoint.manifest_entry(partial / name)
         # Other ranks may have written their files on other nodes. If the nodes do not share the
