@@ -95,7 +95,8 @@ class _Task:
     tensors: dict[str, Any]  # copies of tensors in host memory, by their names in checkpoint files
     # CUDA event after which `tensors` are complete; None on a CPU, where they are complete already.
     copied: torch.cuda.Event | None
-    # Contents of the JSON files that rank 0 writes, by file name; empty on ranks without them.
+    # Contents of the JSON files that rank 0 writes, by file name.
+    # Empty on a rank that does not have the planner's state.
     json_files: dict[str, dict[str, Any]]
     began_s: float  # time.perf_counter when training stopped for this save
     stall_s: float  # seconds that training waited: from `began_s` until the copy was started
